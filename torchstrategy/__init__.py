@@ -47,6 +47,8 @@ file imports only files that stand before it in its room's docstring.
     nn                losses and batch normalisation over the whole batch
     _replication      a model and its optimizers in several replicas
     ----
+    _run              one replica in each of several workers, on the user's own objects
+    ----
     _strategy         the public classes, and the story of a step: begin with `_strategy/replicated`
     ----
     _data_parallel    a module whose forward runs in replicas, in place of `torch.nn.DataParallel`

@@ -114,3 +114,23 @@ def _plain(value: Any) -> Any:
 
 def of_workers(replicas: int) -> dict[str, Any]:
     return written(strategy_of(replicas))
+
+
+def of_lone_replicas() -> tuple[dict[str, Any], list[list[float]]]:
+    """What a trainer and its model have kept, and the largest number of each row of this worker, by batch."""
+    strategy = strategy_of(1)
+    with strategy.scope():
+        trainer = Trainer()
+    rows: list[list[float]] = []
+
+    def step(batch: Any) -> None:
+        rows.append([row.mean().item() for row in batch[0]])
+        trainer.step(batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in strategy.experimental_distribute_dataset(batches(SIZES)):
+            strategy.run(step, args=(batch,))
+    kinds = {name: type(getattr(trainer, name)).__name__ for name in ("loss", "number", "rows")}
+    losses = trainer.model.losses
+    return {"steps": trainer.steps, "calls": trainer.model.calls, "kinds": kinds, "losses": losses}, rows

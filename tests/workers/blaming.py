@@ -28,7 +28,7 @@ def run_until_lost(strategy: torchstrategy.Strategy, runs: int = 10**6) -> str:
     """What a worker hears."""
     try:
         for _ in range(runs):
-            strategy.run(lambda: torch.ones(()))
+            strategy.reduce("sum", strategy.run(lambda: torch.ones(()) * 1), axis=None)
     except torchstrategy.WorkerError as error:
         return str(error)
     return "nothing"
@@ -138,6 +138,7 @@ def of_surrogate() -> str:
     def step() -> None:
         if strategy.extended._workers.index == 1:
             raise ValueError("bad name \udce9")
+        torchstrategy.get_replica_context().all_reduce("sum", torch.ones(()))
 
     try:
         strategy.run(step)

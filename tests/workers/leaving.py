@@ -11,15 +11,16 @@ import torchstrategy
 from torchstrategy.experimental import PreemptionCheckpointHandler
 
 
-def of_signal(culprit: int, when: str) -> tuple[list[bool], bool]:
+def of_signal(culprit: int, when: str, replicas: int) -> tuple[list[bool], bool]:
     """What the handler says after each run, and whether the signals are handled as before in the end."""
-    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"] * replicas)
     is_culprit = strategy.extended._workers.index == culprit
     before = signal.getsignal(signal.SIGTERM)
     said = []
 
     def step() -> torch.Tensor:
-        if is_culprit and when == "in a run" and len(said) == 2:
+        is_last = torchstrategy.get_replica_context().replica_id_in_sync_group % replicas == replicas - 1
+        if is_culprit and is_last and when == "in a run" and len(said) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return torch.ones(())
 

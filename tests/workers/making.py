@@ -53,24 +53,26 @@ def of_workers(replicas: int) -> dict[str, Any]:
     return making(strategy_of(replicas))
 
 
-def of_one_only(what: str) -> Any:
+def of_one_only(what: str, replicas: int) -> Any:
     """A step that makes or removes something in worker 1 only."""
-    strategy = strategy_of(1)
+    strategy = strategy_of(replicas)
+    is_culprit = strategy.extended._workers.index == 1
     with strategy.scope():
         model = nn.BatchNorm1d(2)
 
     def step() -> None:
         model(torch.ones(2, 2))
-        if torchstrategy.get_replica_context().replica_id_in_sync_group == 1:
+        if is_culprit:
             if what == "made":
                 model.register_buffer("more", torch.ones(2))
             elif what == "removed":
                 model.running_mean = None
-            else:
+            elif replicas > 1:
                 model.register_forward_hook(lambda *_: None)
 
     try:
         strategy.run(step)
     except torchstrategy.WorkerError as error:
-        return str(error), list(model._buffers), model.running_mean.tolist(), int(model.num_batches_tracked)
+        mean = model.running_mean
+        return str(error), list(model._buffers), None if mean is None else mean.tolist(), int(model.num_batches_tracked)
     return None

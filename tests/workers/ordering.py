@@ -197,6 +197,8 @@ def of_different(name: str, only_gathers: bool) -> tuple[str, float]:
     strategy = strategy_of(1)
     rank = seed_by_rank()
     told = "nothing"
+    with strategy.scope():
+        layer = torch.nn.Linear(1, 1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # every worker reads all of it
@@ -206,7 +208,8 @@ def of_different(name: str, only_gathers: bool) -> tuple[str, float]:
                 first = batch[0] if isinstance(batch, (list, tuple)) else batch
                 strategy.gather(first, axis=0)
             else:
-                strategy.run(lambda given: None, args=(batch,))
+                # What one replica has read is compared beside its gradients.
+                strategy.run(lambda given: layer.weight.sum().backward(), args=(batch,))
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
     return told, strategy.reduce("sum", strategy.run(lambda: torch.ones(()) * 1), axis=None).item()

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import torchstrategy
-from torchstrategy._communication import workers
-from torchstrategy._training.overlapped_sums import OverlappedSums
+from torchstrategy._run.gradient_plans import GradientPlan
+from torchstrategy._run.own_gradients import OwnGradients
+from workers.exact_steps import large_from
 
 STEPS = 6
 
@@ -33,12 +34,6 @@ Body = Callable[[Net, torch.Tensor, int, int], None]
 
 def once(net: Net, x: torch.Tensor, worker: int, index: int) -> None:
     net(x).square().mean().backward()
-
-
-def twice_in_one_worker(net: Net, x: torch.Tensor, worker: int, index: int) -> None:
-    once(net, x, worker, index)
-    if worker == 1 and index > 1:
-        net(2 * x).abs().mean().backward()
 
 
 def cleared_and_again(net: Net, x: torch.Tensor, worker: int, index: int) -> None:
@@ -63,11 +58,6 @@ def used_by_some(net: Net, x: torch.Tensor, worker: int, index: int) -> None:
     y.square().mean().backward()
 
 
-def no_backward_in_one_worker(net: Net, x: torch.Tensor, worker: int, index: int) -> None:
-    if worker == 0 or index < 3:
-        once(net, x, worker, index)
-
-
 def frozen_for_a_while(net: Net, x: torch.Tensor, worker: int, index: int) -> None:
     net.second.requires_grad_(index not in (2, 3))
     once(net, x, worker, index)
@@ -86,11 +76,9 @@ def with_a_graph(net: Net, x: torch.Tensor, worker: int, index: int) -> None:
 
 BODIES = (
     once,
-    twice_in_one_worker,
     cleared_and_again,
     cleared_in_the_end,
     used_by_some,
-    no_backward_in_one_worker,
     frozen_for_a_while,
     part_by_part,
     with_a_graph,
@@ -106,38 +94,37 @@ def made() -> Net:
     return Net()
 
 
-def of_workers(name: str, count: int, pack: int) -> tuple[list[torch.Tensor], int]:
-    """The weights after training with packs of so many bytes, and how many packs were sent during backward."""
+def of_workers(name: str, count: int, size: float) -> tuple[list[torch.Tensor], int]:
+    """The weights after training, where gradients of so many bytes are sent early, and how many were so."""
     body: Body = next(body for body in BODIES if body.__name__ == name)
-    offered: list[int] = []
-    offer = OverlappedSums.offer
+    sent: list[int] = []
+    send = OwnGradients._send_waiting
 
-    def counting(self: OverlappedSums, index: int) -> None:
-        before = self._num_sent
-        offer(self, index)
-        offered.append(self._num_sent - before)
+    def counting(self: OwnGradients, plan: GradientPlan) -> None:
+        before = len(self._sums)
+        send(self, plan)
+        sent.append(len(self._sums) - before)
 
-    OverlappedSums.offer = counting  # type: ignore[method-assign]
-    size, workers.PACK = workers.PACK, pack
+    OwnGradients._send_waiting = counting  # type: ignore[method-assign]
     try:
-        strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
-        with strategy.scope():
-            net = made()
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        worker = dist.get_rank()
+        with large_from(size):
+            strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+            with strategy.scope():
+                net = made()
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            worker = dist.get_rank()
 
-        def step(x: torch.Tensor, index: int) -> None:
-            optimizer.zero_grad()
-            body(net, x, worker, index)
-            optimizer.step()
+            def step(x: torch.Tensor, index: int) -> None:
+                optimizer.zero_grad()
+                body(net, x, worker, index)
+                optimizer.step()
 
-        batches = [rows(index, count) for index in range(STEPS)]
-        for index, batch in enumerate(strategy.experimental_distribute_dataset(batches)):
-            strategy.run(step, args=(batch, index))
+            batches = [rows(index, count) for index in range(STEPS)]
+            for index, batch in enumerate(strategy.experimental_distribute_dataset(batches)):
+                strategy.run(step, args=(batch, index))
     finally:
-        OverlappedSums.offer = offer  # type: ignore[method-assign]
-        workers.PACK = size
-    return [p.detach().clone() for p in net.parameters()], sum(offered)
+        OwnGradients._send_waiting = send  # type: ignore[method-assign]
+    return [p.detach().clone() for p in net.parameters()], sum(sent)
 
 
 def of_plain(name: str, count: int, parts: int) -> list[torch.Tensor]:
@@ -159,28 +146,27 @@ def of_plain(name: str, count: int, parts: int) -> list[torch.Tensor]:
     return [p.detach() for p in net.parameters()]
 
 
-def of_kept_gradients(num_kept: int) -> tuple[bool, int]:
-    """Whether gradients that the user keeps stay as they are, and at how many addresses gradients have been in all."""
-    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
-    with strategy.scope():
-        net = made()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def of_kept_gradients() -> bool:
+    """Whether gradients that the user keeps stay as they are."""
+    kept, before = [], []
+    with large_from(1):
+        strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+        with strategy.scope():
+            net = made()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
-    def step(x: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        once(net, x, 0, 0)
-        optimizer.step()
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            once(net, x, 0, 0)
+            optimizer.step()
 
-    kept, before, addresses = [], [], set()
-    for index in range(10):
-        strategy.run(step, args=(rows(index, 4),))
-        gradient = net.first.weight.grad
-        assert gradient is not None
-        addresses.add(gradient.untyped_storage().data_ptr())
-        if index < num_kept:
+        for index in range(6):
+            strategy.run(step, args=(rows(index, 4),))
+            gradient = net.first.weight.grad
+            assert gradient is not None
             kept.append(gradient[1:])  # a view keeps the memory, too
             before.append(gradient[1:].clone())
-    return all(map(torch.equal, kept, before)), len(addresses)
+    return all(map(torch.equal, kept, before))
 
 
 def of_failure(how: str) -> str:
@@ -207,8 +193,9 @@ def of_failure(how: str) -> str:
         optimizer.step()
 
     try:
-        for index in range(4):
-            strategy.run(step, args=(index == 3,))
+        with large_from(1):
+            for index in range(5):
+                strategy.run(step, args=(index == 3,))
     except (ValueError, torchstrategy.WorkerError) as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -174,7 +174,7 @@ def of_failing_rows(kind: str, num_workers: int) -> None:
             )
         )
     for batch in dataset:
-        strategy.run(lambda rows: rows, args=(batch,))
+        strategy.reduce("sum", strategy.run(lambda rows: rows, args=(batch,)), axis=0)
 
 
 class FailingNumbers(Numbers):

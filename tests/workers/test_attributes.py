@@ -12,8 +12,8 @@ from workers.trainings import difference
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
-def test_attributes_are_those_of_replicas_in_one_process(workers: int, replicas: int) -> None:
+def test_attributes_are_those_of_replicas_in_one_process() -> None:
+    workers, replicas = 2, 2
     alone = attributes.written(torchstrategy.MirroredStrategy(["cpu"] * workers * replicas))
     together = cluster(workers).run(attributes.of_workers, replicas)
     for found in together:
@@ -31,3 +31,12 @@ def test_attributes_are_those_of_replicas_in_one_process(workers: int, replicas:
                 assert of_workers == [pytest.approx(value, rel=1e-12)] * workers
             else:
                 assert of_workers == [value] * workers, (i, name)
+
+
+def test_attributes_that_a_lone_replica_writes_stay_in_its_worker() -> None:
+    """As with `DistributedDataParallel`: forward and trainer are the program's own, and see the worker's rows only."""
+    for w, (found, rows) in enumerate(cluster(3).run(attributes.of_lone_replicas)):
+        assert found["steps"] == found["calls"] == len(attributes.SIZES)
+        assert found["kinds"] == {"loss": "Tensor", "number": "float", "rows": "int"}
+        assert found["losses"] == [pytest.approx(sum(batch) / len(batch)) for batch in rows]
+        assert w == 0 or len(rows[2]) == 1  # lent by worker 0

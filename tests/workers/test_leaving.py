@@ -16,10 +16,13 @@ from workers.cluster import cluster
 
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 2])
-@pytest.mark.parametrize(("when", "runs"), [("between runs", 3), ("in a run", 4)])
-def test_all_workers_leave_after_the_same_run(culprit: int, when: str, runs: int) -> None:
-    # A signal that comes in a run is told to the others when the next one begins.
-    assert cluster(3).run(leaving.of_signal, culprit, when) == [([False] * (runs - 1) + [True], True)] * 3
+@pytest.mark.parametrize(
+    ("when", "replicas", "runs"),
+    [("between runs", 1, 3), ("in a run", 1, 3), ("between runs", 2, 3), ("in a run", 2, 4)],
+)
+def test_all_workers_leave_after_the_same_run(culprit: int, when: str, replicas: int, runs: int) -> None:
+    # A signal that comes in a run is told to the others when it ends, or, with several replicas, when the next begins.
+    assert cluster(3).run(leaving.of_signal, culprit, when, replicas) == [([False] * (runs - 1) + [True], True)] * 3
 
 
 def test_a_lone_process_leaves_at_once() -> None:

@@ -12,16 +12,34 @@ from workers.trainings import difference
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("workers", "replicas"), [(2, 2), (4, 1)])
-def test_four_replicas_draw_the_same_wherever_they_are(workers: int, replicas: int) -> None:
+def test_four_replicas_draw_the_same_in_two_processes() -> None:
     alone = drawing.of_one_process()
-    found = cluster(workers).run(drawing.of_workers, replicas)
-    for of_worker in found:
+    for of_worker in cluster(2).run(drawing.of_workers, 2):
         assert difference(of_worker, alone) < 1e-12
         assert torch.equal(of_worker["noises"], alone["noises"])
         assert torch.equal(of_worker["drawn"], alone["drawn"])
         assert torch.equal(of_worker["after"], alone["after"])
     assert len(set(alone["drawn"].flatten().tolist())) == alone["drawn"].numel()
+
+
+def test_lone_replicas_draw_other_numbers_and_their_callers_the_same() -> None:
+    """Each mask is drawn once. What the program draws between runs, and an update, all workers draw alike."""
+    first, second = cluster(2).run(drawing.of_lone_workers)
+    assert torch.equal(first["shared"], second["shared"])
+    assert torch.equal(first["weights"], second["weights"])
+    drawn = torch.cat([first["own"], second["own"], first["shared"]]).flatten().tolist()
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_workers_of_which_some_draw_follow_worker_0_and_say_so() -> None:
+    first, second = cluster(2).run(drawing.of_unlike_draws)
+    for warned, _, _ in (first, second):
+        assert len(warned) == 1
+        assert (
+            "worker 0 in 1 run, worker 1 in 3 runs" in warned[0]
+            or "worker 0 in 0 runs, worker 1 in 2 runs" in warned[0]
+        )
+    assert first[1:] == second[1:]
 
 
 def test_a_run_in_a_run_is_refused() -> None:

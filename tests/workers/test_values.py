@@ -74,11 +74,14 @@ def test_metrics_count_the_rows_of_all_workers(workers: int, replicas: int) -> N
         assert found == pytest.approx(alone, rel=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_moving_average_in_a_plain_attribute_is_warned_of_in_each_worker(replicas: int) -> None:
+def test_a_moving_average_in_a_plain_attribute_is_warned_of_in_each_worker() -> None:
     """They went on with different ones."""
-    for found in cluster(2).run(values.of_attributes, replicas):
+    for found in cluster(2).run(values.of_attributes, 2):
         assert len(found) == 1 and found[0].startswith("The attribute Averaging.average has other numbers in each")
+
+
+def test_a_moving_average_of_a_lone_replica_stays_in_its_worker() -> None:
+    assert cluster(2).run(values.of_attributes, 1) == [[], []]
 
 
 def test_attributes_of_trainers_are_those_of_each_worker() -> None:
@@ -106,19 +109,26 @@ def test_different_models_are_refused_by_name(what: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "replicas", "told"),
     [
-        ("a setting", "the settings of SGD: "),
-        ("a setting between runs", "the settings of SGD: "),
-        ("an argument", "the arguments of ReduceLROnPlateau.step():"),
-        ("a cleared gradient", "The workers disagree about the gradient of"),
-        ("a frozen parameter", "which parameters are trained"),
-        ("a mode", "the modes of the modules: 'eval'"),
-        ("an idle reader", "worker 1 is at the first read of a gradient (.grad) after backward of run 1"),
+        ("a setting", 2, "the settings of SGD: "),
+        ("a setting", 1, "the settings of SGD: "),
+        ("a setting between runs", 2, "the settings of SGD: "),
+        ("a setting between runs", 1, "the settings of SGD: "),
+        ("an argument", 2, "the arguments of ReduceLROnPlateau.step():"),
+        ("an argument", 1, "the state of ReduceLROnPlateau:"),
+        ("a cleared gradient", 2, "The workers disagree about the gradient of"),
+        ("a cleared gradient", 1, "Linear.weight has other numbers in worker 1 than in worker 0"),
+        ("a frozen parameter", 2, "which parameters are trained"),
+        ("a frozen parameter", 1, "which parameters are trained"),
+        ("a mode", 2, "the modes of the modules: 'eval'"),
+        ("a mode", 1, "the modes of the modules: 'eval'"),
+        ("an idle reader", 2, "worker 1 is at the first read of a gradient (.grad) after backward of run 1"),
+        ("an idle reader", 1, "of run 2 (the gradients of backward 1 of step)"),
     ],
 )
-def test_what_workers_do_differently_is_refused(what: str, told: str) -> None:
-    for outcome in cluster(2).outcomes(values.of_different, what):
+def test_what_workers_do_differently_is_refused(what: str, replicas: int, told: str) -> None:
+    for outcome in cluster(2).outcomes(values.of_different, what, replicas):
         assert outcome.error is not None and told in outcome.error, outcome
 
 

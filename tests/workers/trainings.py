@@ -153,6 +153,12 @@ def compiled_step() -> Made:
     return model, optimizer, torch.compile(step, backend="eager"), extra
 
 
+def compiled_ahead() -> Made:
+    """A compiled model, whose backward the compiler traces, too."""
+    model, optimizer, _, extra = sgd()
+    return model, optimizer, ordinary(torch.compile(model, backend="aot_eager"), optimizer), extra
+
+
 def _normalised(norm: nn.Module) -> Made:
     model = Net(norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -382,7 +388,7 @@ EXACT += [averaged, nan_in_understudies, counting]
 LIKE_ONE_PROCESS = [batch_norm, penalized]  # where a replica computes something of its own rows
 
 
-COMPILED = [compiled, compiled_step]  # which take the compiler some seconds
+COMPILED = [compiled, compiled_step, compiled_ahead]  # which take the compiler some seconds
 
 
 def data_for(make: Callable[[], Made]) -> list[tuple[torch.Tensor, torch.Tensor]]:

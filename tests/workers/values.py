@@ -227,9 +227,9 @@ def of_equal_settings() -> float:
     return float(model.weight.sum())
 
 
-def of_different(what: str) -> None:
+def of_different(what: str, replicas: int) -> None:
     """Steps of which each worker does something else to what all share."""
-    strategy = strategy_of(1)
+    strategy = strategy_of(replicas)
     rank = strategy.extended._workers.index
     with strategy.scope():
         model = nn.Linear(2, 1)
@@ -266,7 +266,7 @@ def of_different(what: str) -> None:
         finally:
             assert model.weight.tolist() == before
     strategy.run(step)
-    strategy.run(lambda: None)
+    strategy.run(step if replicas == 1 else lambda: None)  # what one replica has done is heard of at the next exchange
 
 
 def of_attributes(replicas: int) -> list[str]:

@@ -190,9 +190,10 @@ _hooks: list[Any] = []
 
 
 def tell_of_steps(told: Any) -> None:
-    """Calls `before_any_step` and `after_any_step` of an object at every step, for as long as the object lives.
+    """Calls methods of an object at every step, for as long as the object lives, on the thread of the step.
 
-    They are called with the optimizer, on the thread of the step.
+    `before_any_step` and `after_any_step` are called with the optimizer, and `changed_arguments` with its arguments,
+    too. It returns other ones, or None.
     """
     _told[id(told)] = told
     if not _hooks:
@@ -204,10 +205,13 @@ def others_are_told() -> bool:
     return any(len(handle.hooks_dict_ref()) > 1 for handle in _hooks)
 
 
-def on_step_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The hook that torch calls before each step of any optimizer."""
+def on_step_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """The hook that torch calls before each step of any optimizer. It may return other arguments."""
+    changed = None
     for storage in _alive():
         storage.before_any_step(optimizer)
+        changed = storage.changed_arguments(optimizer, args, kwargs) or changed
+    return changed
 
 
 def on_step_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -19,9 +19,10 @@ Word = dict[str, Any]
 # Note [Lifelines]
 # Each worker has a connection to each other one. Nothing is sent on it while all goes well. A worker that gives up says
 # why on all of them, before it closes anything else. When a process ends, whatever ends it, the system closes its
-# connections. So whoever waits for another worker knows of it one of three things:
+# connections. So whoever waits for another worker knows of it one of these things:
 # - it has said a word: it failed, it lost another worker, or it has left;
 # - its connection is closed, and it has said nothing: it was killed, and it is the one to be named;
+# - it has waited for others for long, and says where, until it says that it goes on;
 # - neither: it is alive, and busy, or it was stopped, or the network is down. This is told as it is, "has not answered
 #   for 6 s", and only if no worker is known to be dead.
 # The store of torch.distributed knows nothing of this, and has no limit for a call if the process that keeps it was
@@ -37,6 +38,7 @@ class Lifelines:
 
     Attributes:
         words: What each other worker has said, by its number.
+        waiting: Where other workers have waited for long, and still do, by their numbers.
         ended: The workers whose connection is closed, in the order in which this was noticed.
     """
 
@@ -44,6 +46,7 @@ class Lifelines:
         self.index = index
         self.others = [w for w in range(count) if w != index]
         self.words: dict[int, list[Word]] = {w: [] for w in self.others}
+        self.waiting: dict[int, Word] = {}
         self.ended: list[int] = []
         self._sockets: dict[int, socket.socket] = {}
         self._received: dict[int, bytes] = dict.fromkeys(self.others, b"")
@@ -84,7 +87,16 @@ class Lifelines:
                 self.ended.append(worker)
                 return
             *lines, self._received[worker] = (self._received[worker] + data).split(b"\n")
-            self.words[worker] += [json.loads(line) for line in lines]
+            for line in lines:
+                self._take_word(worker, json.loads(line))
+
+    def _take_word(self, worker: int, word: Word) -> None:
+        if word["kind"] == "waits":
+            self.waiting[worker] = word
+        elif word["kind"] == "goes on":
+            self.waiting.pop(worker, None)
+        else:
+            self.words[worker].append(word)
 
     @property
     def has_news(self) -> bool:

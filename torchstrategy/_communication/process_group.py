@@ -7,6 +7,7 @@ import os
 import time
 import traceback
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from torchstrategy._communication.blame import guess_lost, told_of_lost
 from torchstrategy._communication.comparisons import by_name, comparable, differences
@@ -41,6 +43,7 @@ from torchstrategy._core.torch_internals import unflattened
 _PATIENCE_S = 3.0  # in which all workers that wait for others say that they have lost one
 _LOOK = timedelta(seconds=0.25)  # how long a worker waits before it looks whether another one is lost
 _LISTEN_S = 0.02
+_LONG_S = 2.0  # a worker that has waited for so long tells the others where
 _MESSAGE = 256  # bytes of the message with which every exchange begins
 _DIGEST = 8  # bytes of a `digest`
 _REFUSED = digest(b"refused")  # in the place of where a worker is that refuses an exchange
@@ -113,11 +116,12 @@ give_back(_forget_inherited)
 # A worker that refuses its arguments comes to the exchange all the same, and says so. Then all workers raise an error
 # and stand at one place, as before. Whoever has no argument to refuse, and fails, does not come.
 #
-# A worker that waits learns in three ways that another one is lost. An operation of torch fails, since that one, or
+# A worker that waits learns in four ways that another one is lost. An operation of torch fails, since that one, or
 # another one that gave up, has closed its connections. Torch's timeout passes. Or it has waited for a quarter of a
-# second, and looks at its lifelines, as it does again and again. Then it says that it has lost somebody, and closes its
-# groups, so that all hear of it within milliseconds. Which worker it was, and why, follows from what the lifelines
-# tell: see Note [Lifelines]. These count in this order:
+# second, and looks at its lifelines, as it does again and again. There it also hears where others wait: workers that
+# wait in different groups, one for a message and one for gradients, would do so for ever. Then it says what it knows,
+# and closes its groups, so that all hear of it within milliseconds. Which worker it was, and why, follows from what the
+# lifelines tell: see Note [Lifelines]. These count in this order:
 # 1. A worker that has said why it failed, or that was refused.
 # 2. A worker that has ended without a word.
 # 3. What another one has found before, so that all name the same.
@@ -158,12 +162,14 @@ class ProcessGroup(Workers):
         self._point = "the first run"
         self._compared: list[tuple[str, object]] = []  # what the next exchange compares
         self._mentioned: dict[str, bytes] = {}  # the digests of what may differ
+        self._has_said_where = False  # whether the others know where this worker waits
         self._why_over: str | None = None  # why no exchange can be made any more
 
     def begin_run(self) -> None:
         self._refuse_in_child()
         self._num_runs += 1
         self._point, self._compared = "the beginning of strategy.run", []
+        self._at("the beginning of a run")  # raises an error if no exchange can be made any more
 
     def arrive(self, point: str) -> None:
         self._point = point
@@ -173,6 +179,12 @@ class ProcessGroup(Workers):
 
     def mention(self, what: str, value: object) -> None:
         self._mentioned[what] = digest(comparable(value))
+
+    def place(self, name: str) -> int:
+        return zlib.crc32(b"".join([self._at(name).encode(), *map(comparable, self._compared)]))
+
+    def have_compared(self) -> None:
+        self._compared = []
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
         where = self._at(name)
@@ -187,15 +199,15 @@ class ProcessGroup(Workers):
                 sums[i] = part
         return sums
 
-    def begin_all_reduce(self, flat: torch.Tensor) -> Callable[[], None]:
-        where = self._at("gradients that were sent during backward")
-        tensor = self._sendable(flat)
-        begun = self._begin(_EARLY, [tensor], lambda group: _adding_up(tensor, group))
+    def begin_all_reduce(self, flat: torch.Tensor, name: str) -> Callable[[], None]:
+        where = self._at(name)
+        sent = self._sendable(as_addable(flat))
+        begun = self._begin(_EARLY, [sent], lambda group: _adding_up(sent, group))
 
         def arrived() -> None:
             self._wait(where, lambda: begun)
-            if tensor is not flat:
-                flat.copy_(tensor)
+            if sent is not flat:
+                flat.copy_(from_addable(sent, flat.dtype))
 
         return arrived
 
@@ -264,7 +276,8 @@ class ProcessGroup(Workers):
     def refuse(self, error: Exception, name: str) -> None:
         if self._why_over is None and not self.is_of_all(error):
             with suppress(WorkerError):  # this worker raises its own error
-                self._meet(self._at(name), (), described(error).encode("utf-8", "backslashreplace"), refuses=True)
+                where = f"{self._at(name)}, which it refused: {described(error)}"  # the others may wait elsewhere
+                self._meet(where, (), described(error).encode("utf-8", "backslashreplace"), refuses=True)
                 self.note_of_all(error)
 
     def failed(self, error: BaseException) -> None:
@@ -349,8 +362,14 @@ class ProcessGroup(Workers):
         return begun
 
     def _wait(self, where: str, begun: Callable[[], Iterable[_Sent]]) -> None:
-        self._waits_since = time.monotonic()
+        self._waits_since, self._waits_at = time.monotonic(), where
         error = self._problem(begun)
+        if self._has_said_where:
+            self._has_said_where = False
+            self._lines.say("goes on", where)
+        if isinstance(error, WorkerError):
+            traceback.clear_frames(error.__traceback__)
+            raise error
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # they have the group, which would stay open
             raise self._explained(where, error) from error
@@ -372,7 +391,7 @@ class ProcessGroup(Workers):
         if any(tensor.device.type != "cpu" for tensor in sent.tensors):
             sent.work.wait()  # with a limit, it would wait for the device
             return
-        had_news = False
+        had_news, has_met = False, False
         while True:
             try:
                 sent.work.wait(_LOOK)
@@ -386,6 +405,23 @@ class ProcessGroup(Workers):
             # A worker that has ended may have done its part before: the operation gets one more chance.
             self._lines.listen()
             had_news = self._lines.has_news
+            if self._waits_elsewhere(sent.group) and not had_news:
+                if has_met:  # twice: what it has said may be out of date the first time
+                    raise self._apart_in_groups(sent.group)
+                has_met = True
+
+    def _waits_elsewhere(self, group: int) -> bool:
+        """Whether another worker has waited in another group for long, as this one has."""
+        if not self._has_said_where and time.monotonic() - self._waits_since > _LONG_S:
+            self._has_said_where = True
+            self._lines.say("waits", self._waits_at, group=group)
+        return self._has_said_where and any(word["group"] != group for word in self._lines.waiting.values())
+
+    def _apart_in_groups(self, group: int) -> WorkerError:
+        """The error of workers that wait in different groups."""
+        places = {w: str(word["text"]) for w, word in self._lines.waiting.items()}
+        places[self.index] = self._waits_at
+        return self._parted(", ".join(f"worker {w} is at {places[w]}" for w in sorted(places)))
 
     def _apart(self, where: str, signature: object, compared: Sequence[tuple[str, object]]) -> WorkerError:
         """The error of workers that are at different exchanges. All of them have found so, and say where they are."""
@@ -393,11 +429,11 @@ class ProcessGroup(Workers):
         told = json.dumps([place, [[what, by_name(value)] for what, value in compared]]).encode()
         sizes = [int.from_bytes(size, "big") for size in self._sent(len(told).to_bytes(_DIGEST, "big"), where)]
         of_all = self._sent(told.ljust(max(sizes)), where)
-        text = (
-            f"The workers came to different synchronization points: {differences(list(map(json.loads, of_all)))}. "
-            "Every worker must come to the same ones in the same order, with tensors of the same shapes: let no such "
-            "call depend on the worker or on its rows."
-        )
+        return self._parted(differences(list(map(json.loads, of_all))))
+
+    def _parted(self, places: str) -> WorkerError:
+        """Gives up, since the workers are at different places, and tells the others so."""
+        text = _APART.format(places)
         self._lines.say("verdict", text, blamed=[])
         self._close("the workers were at different places")
         return WorkerError(text)
@@ -414,7 +450,7 @@ class ProcessGroup(Workers):
         if told is None:
             told, blamed = guess_lost(self._lines, self._names, time.monotonic() - self._waits_since, error)
             self._lines.say("verdict", told, blamed=blamed)
-        return WorkerError(f"{told}. This is {self._who}, which waited at {where}.")
+        return WorkerError(f"{told.rstrip('.')}. This is {self._who}, which waited at {where}.")
 
     def _close(self, why: str) -> None:
         """Makes all exchanges of this and of the other workers fail."""
@@ -456,13 +492,22 @@ class ProcessGroup(Workers):
 _Begin = Callable[[dist.ProcessGroup], Iterable["dist.Work | None"]]
 
 
+_APART = (
+    "The workers came to different synchronization points: {}. Every worker must come to the same ones in the same "
+    "order, with tensors of the same shapes: let no such call depend on the worker or on its rows."
+)
+
+
 def _adding_up(flat: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work | None]:
     """Begins to make a tensor the sum of those of all workers.
 
     Several pieces are under way at once: gloo has two threads, which add up and send by turns.
     """
-    for piece in flat.split(PACK // flat.element_size()):
-        yield dist.all_reduce(piece, group=group, async_op=True)
+    pieces = [flat] if flat.nbytes <= PACK else flat.split(PACK // flat.element_size())
+    options = c10d.AllreduceOptions()
+    options.asyncOp = True
+    for piece in pieces:
+        yield group.allreduce([piece], options)  # as `dist.all_reduce` does after a dozen checks
 
 
 def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -44,6 +44,7 @@ class Workers:
     Attributes:
         is_asked_to_leave: Whether this process will be ended soon. It is told when the next run begins.
         all_leave: Whether this was so in any process when the newest run began.
+        watches_leaving: Whether somebody asks for `all_leave` after each run, in all processes.
         differing: What was mentioned and was not alike in all workers. Whoever looks at it takes it out.
         num_exchanges: How many exchanges have begun with a message.
     """
@@ -55,11 +56,17 @@ class Workers:
         self.index = index
         self.is_asked_to_leave = False
         self.all_leave = False
+        self.watches_leaving = False
         self.differing: set[str] = set()
         self.num_exchanges = 0
 
     def begin_run(self) -> None:
         """Counts a run: workers that are in different runs are told so at their next exchange."""
+
+    @final
+    def begin_step(self) -> None:
+        """Says that what this worker raises from here on is an error of the step, and not a refusal of the run."""
+        self.num_exchanges += 1
 
     def arrive(self, point: str) -> None:
         """Says at which synchronization point the replicas of this worker are, as the user would write it."""
@@ -80,6 +87,16 @@ class Workers:
             value: As for `compare`.
         """
 
+    def place(self, name: str) -> int:
+        """32 bits of where this worker is and of what has to be alike, for the exchange of this name.
+
+        Whoever sends them and finds them alike in all workers calls `have_compared`.
+        """
+        return 0
+
+    def have_compared(self) -> None:
+        """Forgets what was to be compared."""
+
     def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
         """The sums of the workers' tensors, tensor by tensor.
 
@@ -91,7 +108,7 @@ class Workers:
         """
         return list(tensors)
 
-    def begin_all_reduce(self, flat: torch.Tensor) -> Callable[[], None]:
+    def begin_all_reduce(self, flat: torch.Tensor, name: str) -> Callable[[], None]:
         """Begins to make a tensor the sum of the workers' tensors, and returns a function that waits for the end.
 
         No message comes before it: the workers must know that all come to it in the same order, or fail.

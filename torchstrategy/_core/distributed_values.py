@@ -171,6 +171,7 @@ class PerReplica(DistributedValues[T]):
         understudy: A value of a process whose replicas have no rows or take no part, while those of other processes do.
             A replica that runs the step as an understudy gets it, and it does not count. None: some component is there.
         is_kept: Whether it is kept in a module. Then it is copied and pickled with the module.
+        rows_of_all: How many rows each replica of all workers got, if that is known.
         read: What several processes compare of the batch that it was split from. None: they compare nothing.
 
     Example:
@@ -187,7 +188,7 @@ class PerReplica(DistributedValues[T]):
     Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/PerReplica
     """
 
-    __slots__ = ("_earlier", "is_kept", "read", "rows", "understudy")
+    __slots__ = ("_earlier", "is_kept", "read", "rows", "rows_of_all", "understudy")
 
     def __init__(
         self,
@@ -195,10 +196,12 @@ class PerReplica(DistributedValues[T]):
         rows: tuple[int, ...] | None = None,
         understudy: Tree = None,
         is_kept: bool = False,
+        rows_of_all: tuple[int, ...] | None = None,
         read: Any = None,
     ) -> None:
         super().__init__(components)
         self.rows = rows
+        self.rows_of_all = rows_of_all
         self.understudy = understudy
         self.is_kept = is_kept
         self.read = read
@@ -212,7 +215,7 @@ class PerReplica(DistributedValues[T]):
         return (PerReplica, (self._components, self.rows, self.understudy, True))
 
     def _with(self, components: Sequence[Tree]) -> Self:
-        return PerReplica(components, self.rows, self.understudy, self.is_kept, self.read)
+        return PerReplica(components, self.rows, self.understudy, self.is_kept, self.rows_of_all, self.read)
 
     def _in_replica(self, replica: int) -> Tree:
         own = self._components[replica]

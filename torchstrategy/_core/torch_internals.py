@@ -6,6 +6,7 @@ When torch moves one of them, this file changes and no other does.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -107,6 +108,8 @@ shapes: Callable[[_Tensors], list[torch.Size]] = functools.partial(_of_each, _of
 dtypes: Callable[[_Tensors], list[torch.dtype]] = functools.partial(_of_each, _of_tensor.dtype.__get__)
 are_on_cpu: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.is_cpu.__get__)
 requires_grad_of: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.requires_grad.__get__)
+are_sparse: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.is_sparse.__get__)
+are_contiguous: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.is_contiguous)
 
 
 def set_raw_grads(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
@@ -151,6 +154,10 @@ def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], lis
 # The parts of a flat tensor that lie one after the other, in the shapes of other tensors. In Python it would be two
 # calls for each part, which for small tensors take longer than to add them up.
 unflattened: Callable[[torch.Tensor, _Tensors], Sequence[torch.Tensor]] = torch._utils._unflatten_dense_tensors
+
+
+# The reverse: one flat tensor of several of one dtype.
+flattened: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
 
 
 def _stride_or_layout(tensor: torch.Tensor) -> object:
@@ -225,6 +232,47 @@ on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any]
 on_gradient = torch.Tensor.register_post_accumulate_grad_hook
 
 
+# The function by which `Tensor.backward`, `autograd.backward` and `autograd.grad` run the engine. A worker with one
+# replica has to act before a backward adds to the first gradient and after it has added to the last one, and torch has
+# hooks for neither: the hooks of tensors are called in between.
+_run_engine = _autograd._engine_run_backward
+
+# Runs a backward: it is called with a function that does so, and with whether the gradients get a graph.
+AroundBackward = Callable[[Callable[[], Any], bool], Any]
+
+
+class _Backwards(threading.local):
+    """What runs the backwards of this thread; None: torch alone."""
+
+    around: AroundBackward | None = None
+
+
+_backwards = _Backwards()
+
+
+def _run_backward(outputs: Any, grads: Any, keeps_graph: bool, makes_graph: bool, *args: Any, **kwargs: Any) -> Any:
+    plain = functools.partial(_run_engine, outputs, grads, keeps_graph, makes_graph, *args, **kwargs)
+    around = _backwards.around
+    if around is None or not kwargs.get("accumulate_grad"):
+        return plain()
+    _backwards.around = None  # a backward within this one, as of a reentrant checkpoint, is a part of it
+    try:
+        return around(plain, makes_graph)
+    finally:
+        _backwards.around = around
+
+
+@contextmanager
+def backwards_run_by(around: AroundBackward) -> Iterator[None]:
+    """A block in which `around` runs each backward of this thread that adds to `.grad` of leaves."""
+    _autograd._engine_run_backward = _run_backward
+    before, _backwards.around = _backwards.around, around
+    try:
+        yield
+    finally:
+        _backwards.around = before
+
+
 def will_be_reached(leaf: torch.Tensor) -> bool:
     """Whether the backward that is under way on this thread reaches a leaf, or has reached it already.
 
@@ -287,6 +335,7 @@ def is_compiling() -> bool:
     return _guards._TLS.__dict__.get("compile_context") is not None
 
 
+hide_from_compiler(_run_backward)
 hide_from_compiler(is_compiling)  # else the answer while a step is compiled would be a part of the compiled step
 
 

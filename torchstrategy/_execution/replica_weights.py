@@ -7,9 +7,10 @@ replica's gradient is multiplied.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, final
@@ -111,16 +112,58 @@ class ReplicaWeights:
             of_all = list(map(_OfWorker.unpacked, told))
         workers.all_leave = any(one.is_asked_to_leave for one in of_all)
         everyone = list(chain.from_iterable(one.replicas for one in of_all))
+        runs_empty = options.run_empty_replicas
+        weights = cls._of_everyone(everyone, num_replicas, runs_empty, reduction, workers.index, workers.count)
+        return replace(
+            weights,
+            streams_agree=len({one.mark for one in of_all}) == 1,
+            has_news=any(one.has_news for one in of_all),
+        )
+
+    @classmethod
+    def of_lone_replicas(
+        cls, leaves: Sequence[Tree], options: RunOptions, default: ReduceOp, workers: Workers
+    ) -> ReplicaWeights:
+        """The weights where each of several workers has one replica.
+
+        The workers ask one another only if the batch does not say how many rows all of them have.
+
+        Raises:
+            ValueError: As `of` does.
+        """
+        values = [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
+        known = {leaf.rows_of_all if type(leaf) is PerReplica else None for leaf in values} or {(1,) * workers.count}
+        if len(known) > 1 or None in known or options.examples is not None:
+            return cls.of(leaves, 1, options, default, workers)
+        reduction = options.gradient_reduction or default
+        assert isinstance(reduction, ReduceOp)
+        (rows_of_all,) = known
+        assert rows_of_all is not None
+        workers.compare("RunOptions", (reduction.value, options.run_empty_replicas))
+        workers.compare("the rows of the batch:", rows_of_all)
+        return _of_rows(rows_of_all, workers.index, options.run_empty_replicas, reduction)
+
+    @classmethod
+    def _of_everyone(
+        cls,
+        everyone: Sequence[_Told],
+        num_replicas: int,
+        runs_empty: bool,
+        reduction: ReduceOp,
+        index: int,
+        count: int,
+    ) -> ReplicaWeights:
+        """The weights, from what is known of each replica of all `count` workers, of which this is number `index`."""
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
-        leaves_out = not options.run_empty_replicas and any(one.has_rows for one in everyone)
+        leaves_out = not runs_empty and any(one.has_rows for one in everyone)
         takes_part = [not one.is_absent and (one.has_rows or not leaves_out) for one in everyone]
         weights = [one.weight if takes else 0.0 for one, takes in zip(everyone, takes_part, strict=True)]
         # No replica that takes part has rows, as with an empty batch: all of them count the same.
         if not any(weights):
             weights = [float(takes) for takes in takes_part]
-        total, first = sum(weights) or 1.0, workers.index * num_replicas
+        total, first = sum(weights) or 1.0, index * num_replicas
         present = tuple(r for r in range(num_replicas) if takes_part[first + r])
-        if not present and workers.count == 1:
+        if not present and count == 1:
             raise ValueError("Each replica lacks one of the arguments of this run, so none can take part in it.")
         return cls(
             present or (0,),
@@ -130,9 +173,13 @@ class ReplicaWeights:
             lead_worker=takes_part.index(True) // num_replicas if any(takes_part) else 0,
             is_understudy=not present,
             total_weight=1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, weights))),
-            streams_agree=len({one.mark for one in of_all}) == 1,
-            has_news=any(one.has_news for one in of_all),
         )
+
+
+@functools.lru_cache(maxsize=64)  # most batches of a training have the same number of rows
+def _of_rows(rows_of_all: tuple[int, ...], index: int, runs_empty: bool, reduction: ReduceOp) -> ReplicaWeights:
+    everyone = [_Told(float(rows), False, rows > 0) for rows in rows_of_all]
+    return ReplicaWeights._of_everyone(everyone, 1, runs_empty, reduction, index, len(rows_of_all))
 
 
 def _examples(rows: Sequence[float] | None, options: RunOptions, num_replicas: int) -> Sequence[float]:

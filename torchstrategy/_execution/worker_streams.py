@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -37,10 +37,6 @@ class WorkerStreams:
         self._device = device
         self._first = workers.index * num_replicas
         self._begun = 0
-        # By the names and shapes of a model's parameters: which gradients were dense in the last reduction; None:
-        # they are not to be sent early. See Note [Gradients that are sent early].
-        self.dense_gradients: dict[Any, tuple[int, ...] | None] = {}
-        self.sent_in_vain: set[Any] = set()  # the models of which the last gradients that were sent early did not count
         self.has_drawn = False  # whether a replica other than replica 0 of all has drawn in this run
 
     def begin(self) -> int:

@@ -134,6 +134,31 @@ def _beginnings(tensor: torch.Tensor) -> bytes:
     return bits(rows[:, :few]).numpy().tobytes()
 
 
+def reads_among(values: Sequence[Tree]) -> list[Read]:
+    """What was read of the batches among some values, each once."""
+    return list({id(v.read): v.read for v in values if type(v) is PerReplica and v.read is not None}.values())
+
+
+def refuse_other_reads(workers: Workers, reads: Sequence[Read]) -> None:
+    """Called in all workers if they have read different rows.
+
+    Raises:
+        RuntimeError: Naming the rows of each worker.
+    """
+    shown = "; ".join(map(str, reads)) or "no batch of a dataset that is split"
+    of_all = workers.all_gather_object(shown, "the rows that were read")
+    listed = "\n".join(f"  worker {w} has {one}" for w, one in enumerate(of_all))
+    error = RuntimeError(
+        f"The workers have read different rows:\n{listed}\nEach loads its part of the same batch, so rows would be "
+        "used twice or not at all. All draw the order for themselves: let it come from torch's generator, from "
+        "`random` or `np.random`, which have the same state in all workers when an iteration begins; or from a "
+        "generator of its own with the same seed in all of them. Random numbers of the dataset, such as those of "
+        "augmentations, have to come from another generator than a sampler that draws during the epoch."
+    )
+    workers.note_of_all(error)
+    raise error
+
+
 def mention_reads(workers: Workers, values: Sequence[Tree]) -> Callable[[], None]:
     """Lets the next exchange compare the batches among some values, and returns a function that refuses other ones.
 
@@ -142,26 +167,14 @@ def mention_reads(workers: Workers, values: Sequence[Tree]) -> Callable[[], None
     Raises:
         RuntimeError: By the function, in all workers, if they have read different rows.
     """
-    reads = list({id(v.read): v.read for v in values if type(v) is PerReplica and v.read is not None}.values())
+    reads = reads_among(values)
     workers.differing.discard(ROWS)  # of an exchange that has failed otherwise
     if reads:
         workers.mention(ROWS, [tuple(one) for one in reads])
 
     def refuse_others() -> None:
-        if ROWS not in workers.differing:
-            return
-        workers.differing.discard(ROWS)
-        shown = "; ".join(map(str, reads)) or "no batch of a dataset that is split"
-        of_all = workers.all_gather_object(shown, "the rows that were read")
-        listed = "\n".join(f"  worker {w} has {one}" for w, one in enumerate(of_all))
-        error = RuntimeError(
-            f"The workers have read different rows:\n{listed}\nEach loads its part of the same batch, so rows would be "
-            "used twice or not at all. All draw the order for themselves: let it come from torch's generator, from "
-            "`random` or `np.random`, which have the same state in all workers when an iteration begins; or from a "
-            "generator of its own with the same seed in all of them. Random numbers of the dataset, such as those of "
-            "augmentations, have to come from another generator than a sampler that draws during the epoch."
-        )
-        workers.note_of_all(error)
-        raise error
+        if ROWS in workers.differing:
+            workers.differing.discard(ROWS)
+            refuse_other_reads(workers, reads)
 
     return refuse_others

@@ -46,6 +46,7 @@ class SplitBatch(NamedTuple):
     leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
     spec: TreeSpec | None  # None: the strategy has one replica, which gets the whole element
     rows: tuple[int, ...]  # how many rows each replica got
+    rows_of_all: tuple[int, ...] | None = None  # the same for the replicas of all workers, if that is known
     read: Read | None = None  # what the workers compare of it
 
     def parts(self) -> list[list[Tree]]:
@@ -62,7 +63,8 @@ class SplitBatch(NamedTuple):
         count = len([leaf for leaf in self.leaves if type(leaf) is Parts])
         columns = zip(*(parts[:count] for parts in arrived), strict=True)
         with_spare = itertools.zip_longest(columns, arrived[0][count:])
-        values = iter([PerReplica(column, self.rows, spare, read=self.read) for column, spare in with_spare])
+        of_all, read = self.rows_of_all, self.read
+        values = iter([PerReplica(c, self.rows, spare, rows_of_all=of_all, read=read) for c, spare in with_spare])
         return self.spec.unflatten([next(values) if type(leaf) is Parts else leaf for leaf in self.leaves])
 
 
@@ -93,10 +95,12 @@ class Share(NamedTuple):
         slices: For each replica of this worker, its rows.
         borrowed: The rows on which a worker without rows runs the step, which are those of replica 0 of all; see
             `ReplicaWeights.is_understudy`. None: this worker has rows, or there are none.
+        rows_of_all: How many rows each replica of all workers has. None: each worker has a batch of its own.
     """
 
     slices: list[slice]
     borrowed: slice | None
+    rows_of_all: tuple[int, ...] | None
 
     @property
     def loaded(self) -> slice:
@@ -106,9 +110,11 @@ class Share(NamedTuple):
     def within_loaded(self) -> Share:
         """The same, where the rows are counted from the first one that this worker reads."""
         if self.borrowed is not None:
-            return Share([slice(0, 0)] * len(self.slices), slice(0, self.borrowed.stop - self.borrowed.start))
+            borrowed = slice(0, self.borrowed.stop - self.borrowed.start)
+            return Share([slice(0, 0)] * len(self.slices), borrowed, self.rows_of_all)
         start = self.loaded.start
-        return Share([slice(piece.start - start, piece.stop - start) for piece in self.slices], None)
+        own = [slice(piece.start - start, piece.stop - start) for piece in self.slices]
+        return Share(own, None, self.rows_of_all)
 
 
 def share_of(options: InputOptions, replicas: int, workers: Workers) -> Callable[[int], Share]:
@@ -130,7 +136,8 @@ def share_of(options: InputOptions, replicas: int, workers: Workers) -> Callable
         of_all = cut(total)
         slices = of_all[first : first + replicas]
         has_rows = any(piece.stop > piece.start for piece in slices)
-        return Share(slices, None if has_rows or not total else of_all[0])
+        rows_of_all = None if is_own else tuple(piece.stop - piece.start for piece in of_all)
+        return Share(slices, None if has_rows or not total else of_all[0], rows_of_all)
 
     return share
 
@@ -394,7 +401,7 @@ class SplitSteps(Splitter):
             return Parts([leaf] * len(pieces)) if is_apart else leaf
 
         leaves, spec = tree_flatten(element, batch_types.is_leaf)
-        return SplitBatch(list(map(parts, leaves)), spec, counts, read)
+        return SplitBatch(list(map(parts, leaves)), spec, counts, share.rows_of_all, read)
 
 
 @final

@@ -80,19 +80,19 @@ def refuse_trainable(path: str, value: object, parameters: Container[int]) -> No
     Raises:
         TypeError: Naming it.
     """
-    for where in _trainable(things_in(path, value), parameters):
+    for where in trainable_among(things_in(path, value), parameters):
         raise TypeError(
             f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. Make "
             "it a torch.nn.Parameter(...) or torch.nn.ParameterList([...]) of the module, or detach it."
         )
-    for name in _trainable(closed_over(value) if isinstance(value, types.FunctionType) else (), parameters):
+    for name in trainable_among(closed_over(value) if isinstance(value, types.FunctionType) else (), parameters):
         raise TypeError(
             f"{path} is a function that closes over {name}, a tensor that requires grad and is no parameter: every "
             "replica would add to its one gradient. Make it a torch.nn.Parameter(...) of the module, or detach it."
         )
 
 
-def _trainable(held: Iterable[tuple[str, Any]], parameters: Container[int]) -> Iterator[str]:
+def trainable_among(held: Iterable[tuple[str, Any]], parameters: Container[int]) -> Iterator[str]:
     """Where a tensor is held that learns and is no parameter."""
     # Only leaves learn. A tensor with a history is an output that a forward, or the function, has kept from earlier.
     for where, value in held:

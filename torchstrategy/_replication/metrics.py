@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import nn
 
 from torchstrategy._binding.changes import are_same
 from torchstrategy._communication.workers import Workers
@@ -138,7 +139,7 @@ class Metric:
         self._together.clear()
         # The replicas drop what is in their lists, so that a `reset()` of the user's metric frees the memory.
         for r, name in self._given:
-            if isinstance(self.local[r][name], list):
+            if self.local[r] is not self.original and isinstance(self.local[r][name], list):
                 self.local[r][name].clear()
         self._given.clear()
 
@@ -179,6 +180,12 @@ def metrics_of(
     found = [i for i, inside in enumerate(insides) if is_metric(inside) or _is_collection(inside)]
     devices = [replica.device for replica in replicas]
     return [Metric(insides[i], names[i], [r.insides[i] for r in replicas], devices, workers) for i in found]
+
+
+def metrics_among(modules: Sequence[nn.Module], devices: Sequence[torch.device], workers: Workers) -> list[Metric]:
+    """The metrics among some modules, which a lone replica uses as they are."""
+    insides = [(vars(module), type(module).__name__) for module in modules]
+    return [Metric(inside, name, [inside], devices, workers) for inside, name in insides if is_metric(inside)]
 
 
 def states_of(inside: Inside) -> list[str]:

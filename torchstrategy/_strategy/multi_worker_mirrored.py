@@ -180,6 +180,7 @@ class PreemptionCheckpointHandler:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("A PreemptionCheckpointHandler gets signals in the main thread only: make it there.")
         self._workers = strategy.extended._workers
+        self._workers.watches_leaving = True
         self._is_asked = False
         self._before = {one: signal.signal(one, self._note) for one in signals}
 
@@ -194,6 +195,7 @@ class PreemptionCheckpointHandler:
             if handler is not None:  # what was not set in Python cannot be put back
                 signal.signal(one, handler)
         self._before.clear()
+        self._workers.watches_leaving = False
 
     def __enter__(self) -> PreemptionCheckpointHandler:
         return self

@@ -37,13 +37,14 @@ from torchstrategy._core.tree import by_name, map_leaves, tree_flatten, tree_lea
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.device_streams import DeviceStreams
 from torchstrategy._execution.instruments import performed_alone
-from torchstrategy._execution.replica import Replica, ReplicaGroup
+from torchstrategy._execution.replica import InlineReplica, Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputOptions
-from torchstrategy._input.same_rows import mention_reads
+from torchstrategy._input.same_rows import mention_reads, reads_among
 from torchstrategy._replication.storage import ReplicatedStorage, Storage
+from torchstrategy._run.own_objects import OwnObjects
 from torchstrategy._strategy.replica_context import LoneFrame, running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._variables.kinds import MirroredVariable
@@ -136,12 +137,41 @@ class ReplicatedExtended(StrategyExtended):
             )
         self._is_running = True
         self._workers.begin_run()
+        run = self._run_on_own_objects if isinstance(self._storage, OwnObjects) else self._run_together
         try:
             with self._workers.exchanging("the beginning of a run", is_run=True):
                 _require_callable(fn)
-                return self._run_together(fn, args, kwargs, options)
+                return run(fn, args, kwargs, options)
         finally:
             self._is_running = False
+
+    def _run_on_own_objects(
+        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
+    ) -> Tree:
+        """Calls the step in the only replica of this worker, with the user's own objects: see `_run/own_objects`."""
+        strategy, storage, leaves = self._container_strategy(), self._storage, tree_leaves((args, kwargs))
+        assert isinstance(storage, OwnObjects)
+        check_component_counts(leaves, 1)
+        weights = ReplicaWeights.of_lone_replicas(leaves, options, self._gradient_reduction, self._workers)
+        replica = InlineReplica(0, storage.devices[0], torch.get_default_device())
+        replica.telling = self._workers.arrive
+        group = ReplicaGroup(replica, weights, storage.devices, self._workers)
+        context = running_context(strategy, group)
+        given = distributed_values.for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
+        own_args, own_kwargs = distributed_values.select(given, 0)
+        name = getattr(fn, "__name__", type(fn).__name__)
+        reads = reads_among(leaves)
+        with storage.run(weights, replica, name, reads), traced("run {} [replica {}]", fn, 0), Frame(strategy, context):
+            try:
+                self._workers.begin_step()
+                with in_use(storage.devices[0]):
+                    result = performed_alone(fn, own_args, own_kwargs)
+                if isinstance(result, (Generator, Coroutine)):
+                    result.close()
+                    raise TypeError(_NOT_RUN.format(type(result).__name__))
+            finally:
+                context._ends()
+        return None if result is None else weights.regrouped({0: result}, self._workers, are_results=True)
 
     def _refuse_run(self, error: Exception) -> None:
         if not self._is_running and not is_in_replica():

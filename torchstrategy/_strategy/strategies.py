@@ -24,6 +24,7 @@ from torchstrategy._core.types import Device, DeviceLike, Tree
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.storage import ReplicatedStorage, Storage, is_nobodys
+from torchstrategy._run.own_objects import OwnObjects
 from torchstrategy._strategy.replicated import ReplicatedExtended, gathered_alone
 from torchstrategy._strategy.strategy import ONE_DEFAULT, Strategy, StrategyBase, T
 
@@ -353,7 +354,7 @@ def devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> list
 
 
 def storage_of(devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any) -> Storage:
-    """The storage: plain for one replica on the parameter device, else one that makes copies.
+    """The storage: one replica on the parameter device uses the user's own objects, all others have copies.
 
     Raises:
         ValueError: If there is no such `buffer_aggregation`.
@@ -361,5 +362,6 @@ def storage_of(devices: list[Device], owner: Device, buffer_aggregation: str, **
     if buffer_aggregation not in ("mean", "only_first_replica"):
         raise ValueError(f"buffer_aggregation={buffer_aggregation!r} is neither 'mean' nor 'only_first_replica'.")
     layout = Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored)
-    is_lone = len(devices) == layout.workers.count == 1 and memory_device(devices[0]) == memory_device(owner)
-    return Storage(layout) if is_lone else ReplicatedStorage(layout)
+    if len(devices) > 1 or memory_device(devices[0]) != memory_device(owner):
+        return ReplicatedStorage(layout)
+    return Storage(layout) if layout.workers.count == 1 else OwnObjects(layout)

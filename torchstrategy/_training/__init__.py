@@ -9,7 +9,6 @@ user's own parameters, which the user's optimizer then updates once.
     gradient_hooks           the user's hooks, late gradients, and a graph that goes on to the user's parameters
     replica_steppers         optimizers, schedulers and `GradScaler` in a replica: one step for all replicas
     optimizer_copies         copies of the user's optimizers, for replicas that have parameters of their own
-    overlapped_sums          gradients that a worker sends to others while backward still makes more of them
     early_copies             gradients that leave an accelerator for the CPU while backward still makes more of them
     worker_gradients         the gradients of all workers, added up
     gradient_reducer         the gradients of all replicas, reduced to the gradient of the whole batch

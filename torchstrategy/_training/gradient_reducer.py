@@ -43,7 +43,6 @@ from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.early_copies import EarlyCopies
 from torchstrategy._training.gradient_hooks import count_additions, deliver_late, seen_by_hooks, send_through_hooks
-from torchstrategy._training.overlapped_sums import OverlappedSums
 from torchstrategy._training.replica_gradients import (
     CLEARED,
     CLEARED_NOTHING,
@@ -111,7 +110,6 @@ class GradientReducer:
         streams: WorkerStreams | None = None,
     ) -> None:
         self._streams = streams
-        self.overlapped = OverlappedSums.of(streams, names, parameters)
         self._early = EarlyReads()  # what the replicas of this worker have read since the last reduction
         # Between runs no variable is held here: it lives only as long as the user has a reference to it.
         self._held = [weakref.ref(owner) if is_variable(owner) else _always(owner) for owner in owners]
@@ -122,11 +120,11 @@ class GradientReducer:
         self._is_remote = [any(p.device != o.device for p, o in zip(own, owners, strict=False)) for own in parameters]
         self._all_reduce = all_reduce
         # Where all replicas would have copies at once, which may be more than the memory, nothing is copied early.
-        one_at_a_time = (take_turns or len(parameters) == 1) and all_reduce is None and self.overlapped is None
+        one_at_a_time = (take_turns or len(parameters) == 1) and all_reduce is None
         pairs = zip(parameters, self._is_remote, strict=True)
         self._early_copies = [EarlyCopies(own) if one_at_a_time and is_remote else None for own, is_remote in pairs]
         for of_replica, copies in zip(self.of_replicas, self._early_copies, strict=True):
-            of_replica.sender = copies or self.overlapped
+            of_replica.sender = copies
         self._take_turns = take_turns
         self._leave()
 
@@ -185,8 +183,6 @@ class GradientReducer:
             self.hooked = {index for index, owner in enumerate(own) if have_gradient_hooks((owner,))}
             for index in self.hooked:
                 count_additions(self.of_replicas, index)
-        if self.overlapped is not None:
-            self.overlapped.begin(replica_weights, is_open=not self.hooked)
         for copies in filter(None, self._early_copies):
             copies.begin(self.owners)
 
@@ -325,7 +321,7 @@ class GradientReducer:
         with torch.no_grad(), traced("reduce gradients"):
             combined = self._combined()
             if self._streams is not None:
-                brought = before, self.accumulated, combined, seen, self._early, self.overlapped
+                brought = before, self.accumulated, combined, seen, self._early
                 joint = WorkerReduction(self._streams, self._weights, self.owners, self.names, *brought)
                 self._early = EarlyReads()
                 combined, seen = joint.sums()
@@ -403,10 +399,7 @@ class GradientReducer:
         return start + weighted([tensor - start for tensor in tensors], weights)
 
     def _combined(self) -> dict[int, torch.Tensor]:
-        """The local gradients of all replicas, weighted and added up on the devices of the user's parameters.
-
-        A gradient that `OverlappedSums` has sent is among them as the replica has it: its weighted sum is on its way.
-        """
+        """The local gradients of all replicas, weighted and added up on the devices of the user's parameters."""
         weighing = self._weights.weighing
         for r in set(self._weights.present) - set(weighing):
             # Gradients of a replica without rows may be NaN, also times zero: they are dropped.
@@ -439,17 +432,16 @@ class GradientReducer:
 
     def _add_up(self, r: int) -> set[int]:
         """Adds the gradients of one more replica to the total, and returns the positions of their parameters."""
-        (taken, are_ours), weight = self.of_replicas[r].take_local(), self._weights.weights[r]
-        local = taken if self.overlapped is None else self.overlapped.settle(taken)
+        (local, are_ours), weight = self.of_replicas[r].take_local(), self._weights.weights[r]
+        positions = set(local)
         if self._is_remote[r]:
             local = self._brought(local, self._early_copies[r])
         if weight == 1 and len(self._weights.weighing) == 1:
             self._total = {i: _apart(gradient) for i, gradient in local.items()} if self._is_remote[r] else local
         else:
             accumulate(self._total, local, weight, are_ours and not self._is_remote[r])
-        self._total.update((index, taken[index]) for index in taken.keys() - local.keys())  # these were sent, weighted
         self._num_added += 1
-        return set(taken)
+        return positions
 
     def _brought(self, local: dict[int, torch.Tensor], early: EarlyCopies | None) -> dict[int, torch.Tensor]:
         """The gradients of one replica, each on the device of the user's parameter."""

@@ -16,7 +16,6 @@ import torch
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
-from torchstrategy._training.overlapped_sums import OverlappedSums, in_order_of_backward
 from torchstrategy._training.replica_gradients import EarlyReads
 
 _POINT = "the reduction of gradients"
@@ -27,10 +26,9 @@ Table = np.ndarray[Any, Any]  # of whole numbers, or of truth values
 _HAS, _SPARSE, _SEEN = 0, 1, 2  # whether there is a gradient to add, whether it is sparse, whether hooks see it
 _DOUBTFUL, _IDLE_READ, _UNREAD = 3, 4, 5  # see `EarlyReads`
 _CLEARED, _CHANGED, _MARKED, _MARK, _SQUARE = 6, 7, 8, 9, 10  # what became of the accumulated gradient
-_OUTDATED = 11  # whether it is another gradient than the one that was sent early
-_WIDTH = 12
+_WIDTH = 11
 # What each worker tells in a last row: whether its rows count, its random generators, and whether its replicas drew.
-_COUNTS, _STREAM, _STREAM_SQUARE, _DREW, _BEGUN = 0, 1, 2, 3, 4  # and whether some gradients were sent early
+_COUNTS, _STREAM, _STREAM_SQUARE, _DREW = 0, 1, 2, 3
 
 
 @final
@@ -45,11 +43,9 @@ class WorkerReduction:
         names: What to call them in a message.
         before: Their accumulated gradients before the step could change them.
         accumulated: The same as the replicas of this worker have left them. `agree` replaces what others decide.
-        total: The weighted sums of the local gradients of this worker's replicas, by position. Those that `overlapped`
-            has sent are not weighted.
+        total: The weighted sums of the local gradients of this worker's replicas, by position.
         seen: The positions of the parameters whose hooks are to see the sums.
         early: The gradients that replicas of this worker have read before they were complete, or might have.
-        overlapped: Has sent gradients of this worker during backward. None: nothing is sent early.
     """
 
     streams: WorkerStreams
@@ -61,7 +57,6 @@ class WorkerReduction:
     total: dict[int, torch.Tensor]
     seen: Set[int]
     early: EarlyReads
-    overlapped: OverlappedSums | None
 
     def sums(self) -> tuple[dict[int, torch.Tensor], set[int]]:
         """The sums over all workers by position, and the positions of the parameters whose hooks are to see them.
@@ -74,21 +69,19 @@ class WorkerReduction:
         if last[_DREW] or not _are_alike(self.streams.workers.count, last[_STREAM], last[_STREAM_SQUARE]):
             self.streams.follow(bool(last[_DREW]))
         self.streams.has_drawn = False
-        if not told.any() and not last[_BEGUN]:  # as at the end of most runs
+        if not told.any():  # as at the end of most runs
             self.accumulated[:] = self.before
             return {}, set()
         too_early = told[_HAS] * (told[_DOUBTFUL] + told[_IDLE_READ] * told[_UNREAD])
         if too_early.any():
             raise RuntimeError(_TOO_EARLY.format(self.names[min(_where(too_early))]))
         self._agree(told, last[_COUNTS])
-        sent = self.overlapped.finish() if self.overlapped is not None and last[_BEGUN] else {}
-        return self._added(told, sent), _where(told[_SEEN])
+        return self._added(told), _where(told[_SEEN])
 
     def _told(self) -> Table:
         table = np.zeros((len(self.owners) + 1, _WIDTH), np.int64)
         mark = self.streams.mark()
-        begun = self.overlapped is not None and self.overlapped.has_begun
-        table[-1, :5] = not self.weights.is_understudy, mark, mark * mark, self.streams.has_drawn, begun
+        table[-1, :4] = not self.weights.is_understudy, mark, mark * mark, self.streams.has_drawn
         for column, indices in (
             (_HAS, self.total),
             (_SPARSE, [index for index, gradient in self.total.items() if gradient.is_sparse]),
@@ -96,14 +89,13 @@ class WorkerReduction:
             (_DOUBTFUL, self.early.doubtful),
             (_IDLE_READ, self.early.idle),
             (_UNREAD, self.early.unread),
-            (_OUTDATED, () if self.overlapped is None else self.overlapped.outdated),
         ):
             if indices:
                 table[list(indices), column] = 1
         for index, (was, now) in enumerate(zip(self.before, self.accumulated, strict=True)):
             if now is not None and now is not was:
                 mark = _mark(now)
-                table[index, _CHANGED:_OUTDATED] = not self.weights.is_understudy, 1, mark, mark * mark
+                table[index, _CHANGED:_WIDTH] = not self.weights.is_understudy, 1, mark, mark * mark
             elif now is not was and not self.weights.is_understudy:
                 table[index, _CLEARED] = 1
         return table
@@ -136,23 +128,16 @@ class WorkerReduction:
             return torch.zeros_like(self.owners[index])
         return (value.to_dense() if value.is_sparse else value) * sum(self.weights.weights)
 
-    def _added(self, told: Table, sent: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _added(self, told: Table) -> dict[int, torch.Tensor]:
         some_dense = told[_HAS] > told[_SPARSE]
-        dense = _where(some_dense & (told[_SPARSE] == 0))
-        could_be_sent = dense if self.overlapped is None else self.overlapped.among(dense)
-        # Three summands have other last bits in another order, and gloo's order for a number depends on its place in
-        # what is sent. So the layout follows from this reduction alone: what was sent early counts as a whole or not
-        # at all. Else a training that goes on from a checkpoint would differ from one that was not interrupted.
-        is_as_foreseen = sent.keys() == could_be_sent and not told[_OUTDATED].any()
-        added = sent if is_as_foreseen else self._all_reduce(could_be_sent)
-        added.update(self._all_reduce(_where(some_dense) - could_be_sent))
-        if self.overlapped is not None:
-            self.overlapped.learn(could_be_sent, bool(sent), is_as_foreseen)
+        all_dense = _where(some_dense & (told[_SPARSE] == 0))
+        added = self._all_reduce(all_dense)
+        added.update(self._all_reduce(_where(some_dense) - all_dense))
         return {index: added[index] if index in added else self._sparse(index) for index in sorted(_where(told[_HAS]))}
 
     def _all_reduce(self, indices: Set[int]) -> dict[int, torch.Tensor]:
-        """The sums of dense gradients over all workers, by position, in the layout of those that are sent early."""
-        ordered = in_order_of_backward(indices)
+        """The sums of dense gradients over all workers, by position."""
+        ordered = sorted(indices, reverse=True)
         if not ordered:
             return {}
         here = [self._dense(index) for index in ordered]
@@ -162,7 +147,6 @@ class WorkerReduction:
         mine = self.total.get(index)
         if mine is None:
             return torch.zeros_like(self.owners[index])
-        mine = mine if self.overlapped is None else self.overlapped.weighted(index, mine)
         return mine.to_dense() if mine.is_sparse else mine
 
     def _sparse(self, index: int) -> torch.Tensor:

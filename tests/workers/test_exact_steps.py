@@ -1,0 +1,52 @@
+"""Workers with one replica use the program's own objects: what a step does with gradients is as in plain PyTorch."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+
+import torchstrategy
+from workers import exact_steps
+from workers.cluster import cluster
+
+pytestmark = [
+    pytest.mark.slow,
+    # torch warns of a graph of gradients that is kept in `.grad`, in plain PyTorch too.
+    pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True"),
+]
+
+
+@functools.cache
+def of_plain_torch(program: exact_steps.Program) -> list[torch.Tensor]:
+    return exact_steps.come_to(torchstrategy.get_strategy(), program)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
+def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> None:
+    found = cluster(workers).run(exact_steps.of_workers, size)
+    wrong = {}
+    for program in exact_steps.PROGRAMS:
+        name, expected = program.__name__, of_plain_torch(program)
+        most = max(exact_steps.differ(of_worker[name], expected) for of_worker in found)
+        if not most < exact_steps.LOOSE.get(name, 1e-12):
+            wrong[name] = most
+        if any(exact_steps.differ(of_worker[name], found[0][name]) for of_worker in found[1:]):
+            wrong[f"{name} in some workers"] = math.inf
+    assert wrong == {}
+
+
+def test_a_strategy_over_a_part_of_the_processes() -> None:
+    program = exact_steps.cleared_here_and_there
+    *found, left_out = cluster(3).run(exact_steps.of_a_part, program)
+    assert left_out is None
+    assert max(exact_steps.differ(of_worker, of_plain_torch(program)) for of_worker in found) < 1e-12
+
+
+def test_after_the_first_run_a_training_sends_nothing_but_gradients() -> None:
+    for first, *others in cluster(2).run(exact_steps.messages_of_a_training):
+        assert 0 < first <= 12
+        assert others == [0] * 19

@@ -1,0 +1,500 @@
+"""What happens when a backward of the step begins and ends: the gradients become those of the whole batch.
+
+    begin    gradients that are there already are put aside, and so are the user's hooks on parameters
+    during   large gradients are taken out of `.grad` and sent, as soon as they are there
+    end      the others are sent in packs, the sums become `.grad`, hooks are called, and old gradients are added
+
+So a gradient that was reduced once is never sent again, and after a backward the program may do with `.grad` whatever
+it may do in plain PyTorch. See Note [How workers agree without a message].
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, Protocol, final
+
+import torch
+
+from torchstrategy._communication.workers import Workers
+from torchstrategy._core.context import undisturbed
+from torchstrategy._core.torch_internals import (
+    are_contiguous,
+    are_sparse,
+    flattened,
+    have_gradient_hooks,
+    hide_from_compiler,
+    on_gradient,
+    raw_grads,
+    set_raw_grads,
+    unflattened,
+)
+from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._run.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, Pack
+from torchstrategy._run.marks import NUM_NUMBERS, Mark, Verdict
+from torchstrategy._run.trained_tensors import BufferLayout, TrainedTensors
+from torchstrategy._run.user_hooks import UserHooks
+
+_MOST_PLANS = 100  # are kept: where each step uses other parameters, there would be more and more
+
+Arrived = Callable[[], None]  # waits until a sum is there
+
+
+# Note [How workers agree without a message]
+# All workers run the same step, so an exchange is mostly like the one that followed the same exchange before. Every
+# worker sends what this *predicted* plan says, whatever it has: zeros where it has no gradient. A `Mark` rides along.
+# It shows whether all workers are at the same backward of the same step, and whether each has what was predicted.
+# - If so, the sums are right, and nobody has waited for anything else.
+# - If all have the same, but something else, then each knows the right plan. The packs are sent once more, as it says.
+# - If they have different gradients, or are at different places, a message tells. It names what must not differ.
+#   Otherwise the right plan has a gradient for each parameter of which some worker has one.
+# A plan says which tensors are packed together, and the order in which gloo adds up the numbers of three workers
+# depends on it. So the sums of a wrong plan are dropped, also where they are right: a training that goes on from a
+# checkpoint predicts nothing at first, and has to come to the same bits. Large gradients are sent each by itself under
+# any plan, so their sums stay.
+class Mentions(Protocol):
+    """What the workers compare at each exchange, beside gradients."""
+
+    def compare(self) -> None:
+        """Notes what has to be alike in all workers."""
+
+    def number(self) -> int:
+        """32 bits of what need not be alike, but makes a message necessary if it is not."""
+
+    def settle(self, name: str) -> None:
+        """Called in all workers when their numbers differ."""
+
+
+@final
+class OwnGradients:
+    """The gradients of one worker's only replica.
+
+    The thread that called `run` uses it, and during backward the thread on which autograd calls hooks.
+
+    Args:
+        workers: The processes that train together.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self.tensors = TrainedTensors([], [], averages_buffers=True)
+        self._plans: dict[tuple[bytes, BufferLayout | None], GradientPlan] = {}
+        self._last: GradientPlan | None = None  # that of the newest exchange
+        # By the plan of an exchange: the plan of the exchange that came next.
+        self._next: dict[GradientPlan | None, GradientPlan] = {}
+        # The gradients that the newest exchange has made, by the positions of their parameters.
+        self._made: list[Callable[[], torch.Tensor | None]] = []
+
+    def train(self, tensors: TrainedTensors) -> None:
+        """Takes other parameters and buffers. Nothing is predicted of them."""
+        self.tensors = tensors
+        self._plans, self._last, self._next = {}, None, {}
+        self._made = [_nothing] * len(tensors.parameters)
+
+    def begin_run(self, weights: ReplicaWeights, step: str, mentions: Mentions) -> None:
+        """A run begins.
+
+        Args:
+            weights: How much this replica counts.
+            step: What to call the step.
+            mentions: What else is compared.
+        """
+        self.weight = 0.0 if weights.is_understudy else weights.weights[0]
+        self._counts = not weights.is_understudy
+        self._leads = weights.lead_worker == self._workers.index
+        self._step, self._num_backwards = step, 0
+        self.has_exchanged = False  # whether the workers have told one another whether they leave, in this run
+        self._mentions = mentions
+
+    def end_run(self) -> None:
+        """The run is over: nothing of it is kept."""
+        del self._mentions
+
+    # A backward
+
+    def run_backward(self, backward: Callable[[], Any], makes_graph: bool) -> Any:
+        """Runs a backward of the step, after which the gradients are those of the whole batch."""
+        self._begin(makes_graph)
+        try:
+            result = backward()
+        except BaseException as error:
+            if self._under_way:  # by now, the other workers may have sent more, and could not be told
+                self._workers.failed(error)
+            self._undo()
+            raise
+        finally:
+            for handle in self._handles:
+                handle.remove()
+        with undisturbed():
+            self._end(makes_graph)
+        if makes_graph:
+            self._refuse_graphs()
+        return result
+
+    def _begin(self, makes_graph: bool) -> None:
+        self._num_backwards += 1
+        self._name = f"the gradients of backward {self._num_backwards} of {self._step}"
+        parameters = self.tensors.parameters
+        there = zip(parameters, raw_grads(parameters), strict=True)
+        self._old = [(parameter, gradient) for parameter, gradient in there if gradient is not None]
+        for parameter, _ in self._old:
+            parameter.grad = None
+        hooked = parameters if have_gradient_hooks(parameters) else []
+        self._hooks = [UserHooks(p) for p in hooked if have_gradient_hooks((p,))]
+        self._expected = self._next.get(self._last, self._last)
+        # Of large gradients, by the positions of their parameters: the sums, those that wait for their turn to be sent,
+        # and how often backward has added to them.
+        self._sums: dict[int, torch.Tensor] = {}
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._times: dict[int, int] = {}
+        self._under_way: list[Arrived] = []
+        # A gradient with a graph is not sent before backward has ended, since it must not be written.
+        self._handles = [] if makes_graph else self._watch_large()
+
+    def _watch_large(self) -> list[Any]:
+        """Hooks by which large gradients are sent early; before the first exchange, they count parts of gradients."""
+        parameters = self.tensors.parameters
+        if self._expected is None:
+            watched = [i for i, p in enumerate(parameters) if p.requires_grad and p.nbytes >= LARGE]
+        else:
+            watched = [i for i in self._expected.early if parameters[i].requires_grad]
+        return [on_gradient(parameters[i], self._hook_of(i)) for i in watched]
+
+    def _hook_of(self, i: int) -> Callable[[torch.Tensor], None]:
+        def is_there(parameter: torch.Tensor) -> None:
+            self._times[i] = self._times.get(i, 0) + 1
+            if self._expected is None or i in self._sums or i in self._waiting or parameter.grad is None:
+                return
+            # It is taken out of `.grad`, so that backward does not add to what is being sent.
+            self._waiting[i], parameter.grad = _dense(parameter.grad.detach()), None
+            self._send_waiting(self._expected)
+
+        hide_from_compiler(is_there)
+        return is_there
+
+    def _send_waiting(self, plan: GradientPlan) -> None:
+        """Sends the large gradients that are there, in the order of the plan, which all workers keep."""
+        while len(self._sums) < len(plan.early) and (i := plan.early[len(self._sums)]) in self._waiting:
+            self._send_large(i, self._waiting.pop(i))
+
+    def _send_large(self, i: int, gradient: torch.Tensor) -> None:
+        with undisturbed():
+            self._sums[i] = gradient = gradient.contiguous()
+            self._weigh(gradient)
+            self._under_way.append(self._workers.begin_all_reduce(gradient.view(-1), self._name))
+
+    def _weigh(self, gradient: torch.Tensor) -> None:
+        """Multiplies a gradient by the weight of this replica. What does not count may be NaN, and 0 * NaN is NaN."""
+        if not self.weight:
+            gradient.zero_()
+        elif self.weight != 1.0:
+            gradient.mul_(self.weight)
+
+    # The end of a backward
+
+    def _end(self, makes_graph: bool) -> None:
+        own = raw_grads(self.tensors.parameters)
+        if makes_graph:
+            own = [None if gradient is None else gradient.detach().clone() for gradient in own]
+        sums = self._sums_of_all(own, self._name)
+        self._hand_out(sums)
+
+    def _sums_of_all(self, own: list[torch.Tensor | None], name: str) -> dict[int, torch.Tensor]:
+        """The sums of the gradients of all workers. See Note [How workers agree without a message]."""
+        plan, kinds, buffers = self._expected, self._kinds(own), self.tensors.layout_of_written()
+        self._verdict: Verdict | None = None
+        self._mentions.compare()
+        if plan is None:
+            right = self._agree(kinds, buffers, name)
+            sums, values = self._exchanged(right, own, None)
+        else:
+            if not self._counts:  # what the other workers have is what counts
+                kinds, buffers = plan.kinds, None if plan.buffers is None else self.tensors.layout()
+            sums, values = self._exchanged(plan, own, self._mark(kinds, buffers, name))
+            right = self._right_plan(kinds, buffers, name)
+            if (right.kinds, right.buffers) != (plan.kinds, plan.buffers):
+                rest = [i for i in plan.early if right.kinds[i] == SEVERAL]
+                sums, values = self._exchanged(right, own, None, rest)
+        for i in right.sparse:
+            sums[i] = self._sparse_sum(i, own[i])
+        if self._verdict is not None and not self._verdict.all_mention_same:
+            self._mentions.settle(name)
+        if values:
+            self.tensors.write_buffers(values)
+        self._next[self._last], self._last = right, right
+        return sums
+
+    def _right_plan(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
+        """The plan for what all workers have, after the one that was predicted."""
+        verdict = self._verdict
+        assert verdict is not None
+        self._note_leaving(verdict.some_leave)
+        if not verdict.all_are_there:
+            return self._agree(kinds, buffers, name)
+        self._workers.have_compared()
+        return self._plan_of(kinds, buffers)
+
+    def _kinds(self, own: list[Any]) -> bytes:
+        """What this worker has as the gradient of each parameter."""
+        # Mostly, all parameters have a dense gradient.
+        self._are_plain = type(None) not in set(map(type, own)) and not any(are_sparse(own))
+        if self._are_plain:
+            kinds = bytearray([DENSE]) * len(own)
+        else:
+            kinds = bytearray(NONE if g is None else SPARSE if g.is_sparse else DENSE for g in own)
+        for i in (*self._sums, *self._waiting):
+            kinds[i] = SEVERAL if kinds[i] else DENSE
+        for i, times in self._times.items():
+            if times > 1 and kinds[i] == DENSE:
+                kinds[i] = SEVERAL
+        known = b"" if self._expected is None else self._expected.kinds
+        for i, kind in enumerate(known):
+            # Where others have a dense gradient, a sparse one is made dense. What once came in parts is not sent early.
+            if kinds[i] and kind >= DENSE:
+                kinds[i] = max(kinds[i], kind)
+        return bytes(kinds)
+
+    def _plan_of(self, kinds: bytes, buffers: BufferLayout | None) -> GradientPlan:
+        key = kinds, buffers
+        if key not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:  # in all workers at once, which have made the same plans
+                self._plans.clear()
+                self._next.clear()
+            of_buffers = ({}, {}) if buffers is None else (self.tensors.averaged(), self.tensors.taken())
+            self._plans[key] = GradientPlan(*key, self.tensors.parameters, *of_buffers, self._workers.can_overlap)
+        return self._plans[key]
+
+    def _mark(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> Mark:
+        told = kinds if buffers is None else kinds + repr(buffers).encode()
+        place = zlib.crc32(told, self._workers.place(name))
+        return Mark(place, self._mentions.number(), self._workers.is_asked_to_leave)
+
+    def _agree(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
+        """Asks all workers what they have.
+
+        Raises:
+            WorkerError: If they are at different places, or differ where they must not.
+        """
+        self._workers.compare("the buffers of the modules:", self.tensors.shown_buffers())
+        own = self._counts, list(kinds), buffers is not None, self._workers.is_asked_to_leave, self._mentions.number()
+        of_all = self._workers.all_gather_object(own, name)
+        *_, leave, mentioned = zip(*of_all, strict=True)
+        self._verdict = Verdict(True, len(set(mentioned)) == 1, any(leave))
+        self._note_leaving(any(leave))
+        counting = [told for told in of_all if told[0]] or of_all
+        some = bytes(max(column) for column in zip(*(kinds for _, kinds, *_ in counting), strict=True))
+        has_written = any(written for _, _, written, *_ in counting)
+        return self._plan_of(some, self.tensors.layout() if has_written else None)
+
+    def _note_leaving(self, some_leave: bool) -> None:
+        self._workers.all_leave |= some_leave
+        self.has_exchanged = True
+
+    # What is sent
+
+    def _exchanged(
+        self, plan: GradientPlan, own: list[torch.Tensor | None], mark: Mark | None, rest: Sequence[int] = ()
+    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Sends what was not sent yet.
+
+        Args:
+            plan: What to send.
+            own: The gradients of this worker that it has not sent during backward.
+            mark: What rides along.
+            rest: The positions of large gradients to which backward has added after the first part was sent.
+
+        Returns:
+            The sums of gradients by the positions of parameters, and what becomes of the buffers.
+        """
+        first_parts = {i: self._sums.pop(i) for i in rest}
+        for i in plan.large:
+            if i not in self._sums:
+                self._send_large(i, self._large_of(i, own))
+        buffers = self._buffers_for(plan)
+        # Without a mark, zeros: the sums have the same bits only where what is sent has the same length.
+        numbers = [0.0] * NUM_NUMBERS if mark is None else mark.numbers()
+        first = plan.packs[0]
+        sent = [self._send_pack(pack, own, buffers, numbers if pack is first else []) for pack in plan.packs]
+        for arrived in self._under_way:
+            arrived()
+        self._under_way = []
+        for i, part in first_parts.items():
+            self._sums[i] = self._sums[i] + part
+        sums = {i: self._sums[i] for i in plan.large}
+        values: dict[int, torch.Tensor] = {}
+        for pack, like, flat in sent:
+            parts = unflattened(flat, like)
+            sums.update(zip(pack.gradients, parts, strict=False))
+            values.update(zip(pack.buffers, parts[len(pack.gradients) :], strict=False))
+        if mark is not None:
+            numbers = sent[0][2][-NUM_NUMBERS:].tolist()
+            self._verdict = Verdict.of(numbers, mark, self._workers.count)
+        return sums, values
+
+    def _buffers_for(self, plan: GradientPlan) -> dict[int, torch.Tensor]:
+        """The buffers that a plan sends. Zeros, if this worker has others by now: then it is not the right plan."""
+        if plan.buffers is None:
+            return {}
+        if self.tensors.layout() == plan.buffers:
+            return {i: buffer for i, buffer in enumerate(self.tensors.buffers) if buffer is not None}
+        devices = {i: pack.device for pack in plan.packs for i in pack.buffers}
+        rows = zip(plan.buffers.positions, plan.buffers.shapes, plan.buffers.dtypes, strict=True)
+        return {i: torch.zeros(shape, dtype=dtype, device=devices[i]) for i, shape, dtype in rows}
+
+    def _large_of(self, i: int, own: list[torch.Tensor | None]) -> torch.Tensor:
+        held, gradient = self._waiting.pop(i, None), own[i]
+        if held is not None:
+            return held
+        return torch.zeros_like(self.tensors.parameters[i]) if gradient is None else _dense(gradient)
+
+    def _send_pack(
+        self, pack: Pack, own: list[torch.Tensor | None], buffers: dict[int, torch.Tensor], numbers: list[float]
+    ) -> tuple[Pack, list[torch.Tensor], torch.Tensor]:
+        """Begins to send a pack. Returns it, tensors in the shapes of its parts, and the memory for the sums."""
+        parameters = self.tensors.parameters
+        gradients = own if len(pack.gradients) == len(own) else [own[i] for i in pack.gradients]
+        if self._are_plain:
+            like: list[Any] = [*gradients]
+        else:
+            pairs = zip(pack.gradients, gradients, strict=True)
+            like = [torch.zeros_like(parameters[i]) if g is None else _dense(g) for i, g in pairs]
+        like += [buffers[i] for i in pack.buffers]
+        num_weighed, num_all = pack.sizes[0], sum(pack.sizes)
+        if numbers:
+            like.append(torch.tensor(numbers, dtype=pack.dtype))
+        if not like:
+            return pack, like, torch.empty(0)
+        # Of a single tensor, `flattened` makes a view, and what the step has must not be written.
+        flat = flattened(like) if len(like) > 1 else like[0].flatten().clone()
+        if num_weighed:
+            self._weigh(flat[:num_weighed])
+        if num_all > num_weighed and not self._leads:
+            flat[num_weighed:num_all].zero_()
+        self._under_way.append(self._workers.begin_all_reduce(flat, self._name))
+        return pack, like, flat
+
+    def _sparse_sum(self, i: int, own: torch.Tensor | None) -> torch.Tensor:
+        parameter, name = self.tensors.parameters[i], "a sparse gradient"
+        if own is None or not self.weight:
+            no_indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            own = torch.sparse_coo_tensor(
+                no_indices, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape, check_invariants=False
+            )
+        mine = own.coalesce()
+        indices = self._workers.all_gather(mine.indices(), 1, name)
+        values = self._workers.all_gather(mine.values() * self.weight, 0, name)
+        total = torch.cat(indices, 1), torch.cat(values)
+        return torch.sparse_coo_tensor(*total, parameter.shape, check_invariants=False).coalesce()
+
+    # What becomes of the sums
+
+    def _hand_out(self, sums: dict[int, torch.Tensor]) -> None:
+        parameters = self.tensors.parameters
+        totals = list(map(sums.get, range(len(parameters))))
+        if not all(are_contiguous(parameters)):
+            totals = [None if t is None else _laid_out(t, p) for t, p in zip(totals, parameters, strict=True)]
+        set_raw_grads(parameters, totals)
+        for hooks in self._hooks:
+            hooks.call_on_gradient()
+        for parameter, old in self._old:
+            parameter.grad = _added(old, parameter.grad)
+        self._made = [_nothing if g is None else weakref.ref(g) for g in raw_grads(parameters)]
+        self._old, self._sums = [], {}
+        for hooks in self._hooks:
+            hooks.give_back()
+        for hooks in self._hooks:
+            hooks.call_on_accumulated()
+
+    def send_buffers(self) -> None:
+        """Makes buffers those of all workers that the step has written since its last backward."""
+        buffers = self.tensors.layout_of_written()
+        if buffers is None:
+            return
+        with undisturbed():
+            own: list[torch.Tensor | None] = [None] * len(self.tensors.parameters)
+            self._sums, self._waiting, self._under_way, self._are_plain = {}, {}, [], False
+            self._name = "the buffers that the step has written"
+            plan = self._agree(bytes(len(own)), buffers, self._name)
+            _, values = self._exchanged(plan, own, None)
+            self.tensors.write_buffers(values)
+
+    def assigned(self, indices: Sequence[int]) -> list[int]:
+        """The positions, of some, of parameters whose gradient no exchange has made: the step has put it there."""
+        parameters = self.tensors.parameters
+        gradients = raw_grads([parameters[i] for i in indices])
+        made = [self._made[i]() for i in indices]
+        if all(map(is_, gradients, made)):
+            return []
+        rows = zip(indices, gradients, made, strict=True)
+        return [i for i, gradient, known in rows if gradient is not None and gradient is not known]
+
+    def note_made(self, indices: Sequence[int]) -> None:
+        """Says that the gradients of some parameters are those of the whole batch."""
+        for i in indices:
+            gradient = self.tensors.parameters[i].grad
+            assert gradient is not None
+            self._made[i] = weakref.ref(gradient)
+
+    def _refuse_graphs(self) -> None:
+        """Lets a backward that comes to a gradient of the whole batch raise an error."""
+        with torch.enable_grad():
+            for i, gradient in enumerate(raw_grads(self.tensors.parameters)):
+                if gradient is None:
+                    continue
+                gate = torch.ones((), requires_grad=True)
+                self.tensors.parameters[i].grad = kept = _without_graph(gradient, gate)
+                self._made[i] = weakref.ref(kept)
+
+    def _undo(self) -> None:
+        """A backward has raised: gradients and hooks are as before it."""
+        for hooks in self._hooks:
+            hooks.give_back()
+        for parameter in self.tensors.parameters:
+            parameter.grad = None
+        for parameter, gradient in self._old:
+            parameter.grad = gradient
+
+
+def _nothing() -> None:
+    """Stands for a gradient that no exchange has made."""
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _laid_out(total: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient in the memory layout of its parameter, which fused updates ask for."""
+    if total.is_sparse or parameter.is_contiguous():
+        return total
+    return torch.empty_like(parameter).copy_(total)
+
+
+def _added(old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
+    """The sum of a gradient from before a backward and that of the backward, in the memory in which autograd adds."""
+    if new is None:
+        return old
+    if old.is_sparse or new.is_sparse or old.requires_grad:
+        return new + old if old.is_sparse else old + new
+    return old.add_(new)
+
+
+class _WithoutGraph(torch.autograd.Function):
+    """The gradient of the whole batch, of which no gradient can be taken: its graph has parts in other workers."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "A loss was made of parameter.grad after backward(create_graph=True), and differentiated. This .grad is "
+            "the sum over all workers, and a worker has no graph of the others. Take the gradient of this worker's own "
+            "rows, torch.autograd.grad(loss, parameters, create_graph=True), and make the loss of it."
+        )
+
+
+_without_graph: Callable[..., torch.Tensor] = _WithoutGraph.apply

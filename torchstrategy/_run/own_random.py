@@ -1,0 +1,135 @@
+"""The random numbers that the only replica of a worker draws."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+
+from torchstrategy._communication.workers import Workers
+from torchstrategy._core.errors import plural
+from torchstrategy._core.types import Device, GeneratorLike
+from torchstrategy._execution.random_streams import generators_of
+
+
+# Note [Random streams of lone replicas]
+# All workers have the caller's generators in the same state when a run begins. Worker 0 draws from them, and each other
+# worker from a stream whose seed is made of this state and of the number of the worker: so a dropout mask is drawn once
+# only. In the first run after a seed was set these are the streams of as many replicas in one process, see Note [Random
+# streams of replicas].
+# What acts for all workers, as a merge function or an optimizer that adds noise does, draws the same numbers in all of
+# them: from one more stream that is made of the state.
+# When the run is over, all workers need the same state again, and none knows what another one has drawn. So a worker
+# that has drawn gives its generators a state that is made of the one from before the run. If only some workers have
+# drawn, or a loader has drawn other numbers between runs, the states differ. The next exchange shows it, and at the end
+# of its run all workers take the state of worker 0. Where only some steps have drawn, a warning says so.
+@final
+class OwnRandom:
+    """The caller's random generators in one worker. Only the thread that called `run` uses it.
+
+    Args:
+        workers: The processes that train together.
+        device: The device of the replica.
+    """
+
+    def __init__(self, workers: Workers, device: Device) -> None:
+        self._workers = workers
+        self._device = device
+        self._begun: list[torch.Tensor] = []  # the states when the run began
+        self._digest = b""  # of these states
+        self._first: list[torch.Tensor] = []  # the states with which the replica's stream begins
+        self._shared: list[torch.Tensor] = []  # the states at which the stream for all workers was left
+        self.mark = 0  # a number by which workers compare the states
+        self._num_drawn = 0  # in so many runs the replica has drawn since the workers last compared
+
+    def follow_first(self) -> None:
+        """Gives the generators the states that those of worker 0 have."""
+        self._workers.draw_as_first(self._generators(), "the random numbers of worker 0")
+
+    def compare(self, name: str) -> bool:
+        """Whether the workers began this run in other states. Called in all workers, for the exchange of this name."""
+        of_all = self._workers.all_gather_object((self.mark, self._num_drawn), name)
+        self._num_drawn = 0
+        marks, counts = zip(*of_all, strict=True)
+        if len(set(marks)) > 1 and len(set(counts)) > 1:
+            told = ", ".join(f"worker {w} in {plural(count, 'run')}" for w, count in enumerate(counts))
+            warnings.warn(_DREW.format(told), UserWarning, stacklevel=2)
+        return len(set(marks)) > 1
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """A block in which the replica draws from its stream."""
+        self._begin()
+        try:
+            yield
+        finally:
+            has_drawn = not _are_equal(self._states(), self._first) or bool(self._shared)
+            if has_drawn:
+                self._seed("next")
+                self._num_drawn += 1
+            elif self._workers.index:
+                self._set(self._begun)
+
+    @contextmanager
+    def for_all_workers(self) -> Iterator[None]:
+        """A block, within `drawing`, whose random numbers are the same in all workers."""
+        own = self._states()
+        if self._shared:
+            self._set(self._shared)
+        else:
+            self._seed("for all")
+        begun = self._states()
+        try:
+            yield
+        finally:
+            left = self._states()
+            if not _are_equal(begun, left):
+                self._shared = left
+            self._set(own)
+
+    def _begin(self) -> None:
+        states = self._states()
+        self._shared = []
+        if not _are_equal(states, self._begun):
+            self._begun, self._first = states, states
+            # As in Note [Random streams of replicas]: four bytes stand for the depth of nested runs.
+            self._digest = hashlib.blake2b(b"".join([bytes(4), *(one.numpy().tobytes() for one in states)])).digest()
+            self.mark = zlib.crc32(self._digest)
+            if self._workers.index:
+                self._seed(self._workers.index)
+                self._first = self._states()
+        elif self._workers.index:
+            self._set(self._first)
+
+    def _seed(self, stream: int | str) -> None:
+        """Lets the generators begin a stream that is made of the states when the run began."""
+        salt = stream.to_bytes(8, "little") if isinstance(stream, int) else stream.encode()
+        digest = hashlib.blake2b(self._digest, digest_size=8, salt=salt).digest()
+        for generator in self._generators():
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)  # a seed is a signed 64-bit number
+
+    def _generators(self) -> Sequence[GeneratorLike]:
+        return generators_of(self._device, with_cpu=True)
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _set(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators(), states, strict=True):
+            generator.set_state(state)
+
+
+def _are_equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(states) == len(others) and all(map(torch.equal, states, others))
+
+
+_DREW = (
+    "The step has not drawn random numbers in the same runs in all workers: since they last compared, {}. From the end "
+    "of this run on, all workers have the random state of worker 0. Let all of them draw, or none: a worker that needs "
+    "no numbers draws them all the same."
+)

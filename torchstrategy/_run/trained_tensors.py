@@ -1,0 +1,193 @@
+"""The parameters and buffers that all workers have alike, in an order that is the same in all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_
+from typing import NamedTuple, final
+
+import torch
+from torch import nn
+
+from torchstrategy._binding.changes import UncountedWrites, write_value
+from torchstrategy._core.torch_internals import dtypes, shapes, versions
+from torchstrategy._replication.copyable import is_running
+
+
+class BufferLayout(NamedTuple):
+    """The buffers of some modules. Workers that have the same ones have equal layouts."""
+
+    positions: tuple[int, ...]  # among all names of buffers, of which some may stand for None
+    names: tuple[tuple[int, str], ...]  # each with the position of the module
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@final
+class TrainedTensors:
+    """The parameters and buffers of some modules, and some variables.
+
+    Args:
+        modules: The modules, in the order in which they were made, which is the same in all workers.
+        variables: The variables.
+        averages_buffers: Whether running statistics become the mean of the workers'.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], variables: Sequence[torch.Tensor], averages_buffers: bool) -> None:
+        self._modules = modules
+        self._tables = [module._parameters for module in modules]
+        self._tables_of_buffers = [module._buffers for module in modules]
+        self._variables = list(variables)
+        self._averages = averages_buffers
+        self.num_writes_between_runs = 0  # before so many runs this process has written buffers
+        self.listed = self._list()
+        self.parameters = list({id(p): p for p in self.listed if p is not None}.values())
+        self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self._take_buffers()
+
+    def is_same(self) -> bool:
+        """Whether the modules still have the same parameters."""
+        now = self._list()
+        return len(now) == len(self.listed) and all(map(is_, now, self.listed))
+
+    def _list(self) -> list[torch.Tensor | None]:
+        return [*chain.from_iterable(map(dict.values, self._tables)), *self._variables]
+
+    def names(self) -> list[str]:
+        """The names of the parameters, for messages."""
+        named = {}
+        for module in self._modules:
+            for name, parameter in module.named_parameters(prefix=type(module).__name__):
+                # A module that holds others says more about the place of a parameter, and was made after them.
+                named[id(parameter)] = name
+        for variable in self._variables:
+            named[id(variable)] = getattr(variable, "name", "Variable")
+        return [named.get(id(parameter), "a parameter") for parameter in self.parameters]
+
+    def modes(self) -> str:
+        """A text that says which modules are in training mode."""
+        modes = ["train" if module.training else "eval" for module in self._modules]
+        return modes[0] if len(set(modes)) == 1 else " ".join(modes)
+
+    # Buffers
+
+    def layout_of_written(self) -> BufferLayout | None:
+        """Which buffers there are, if any was written, made or replaced since the workers agreed about them."""
+        return self.layout() if self._has_written() else None
+
+    def layout(self) -> BufferLayout:
+        """Which buffers there are."""
+        if self._were_replaced():
+            self._look_at_buffers()
+        there = [i for i, buffer in enumerate(self.buffers) if buffer is not None]
+        tensors = self._present_buffers()
+        slots = tuple(self._names[i] for i in there)
+        return BufferLayout(tuple(there), slots, tuple(shapes(tensors)), tuple(dtypes(tensors)))
+
+    def _take_buffers(self) -> None:
+        """Notes which buffers there are now, and counts none of them as written."""
+        self._look_at_buffers()
+        self._take_values()
+        self._known: list[_Copies] = []  # what all workers should have had when the newest run began
+
+    def _look_at_buffers(self) -> None:
+        self._slots = [(module, name) for module in self._modules for name in module._buffers]
+        self._names = [(i, name) for i, module in enumerate(self._modules) for name in module._buffers]
+        self.buffers = [module._buffers[name] for module, name in self._slots]
+
+    def _take_values(self) -> None:
+        there = self._present_buffers()
+        self._versions = versions(there)
+        # torch's kernels write running statistics and do not count it.
+        self._uncounted = UncountedWrites(
+            {i: buffer for i, buffer in enumerate(there) if buffer.is_floating_point()}, is_exact=True
+        )
+
+    def _present_buffers(self) -> list[torch.Tensor]:
+        return [buffer for buffer in self.buffers if buffer is not None]
+
+    def known_buffers(self) -> dict[str, torch.Tensor]:
+        """By name, the values of buffers that all workers should have had when the run began."""
+        known = {i: value for copies in self._known for i, value in copies.by_position()}
+        paths = self._paths()
+        return {paths[id(buffer)]: known.get(i, buffer) for i, buffer in self._by_position()}
+
+    def shown_buffers(self) -> list[dict[str, str]]:
+        """Their names and shapes, to be compared with those of other workers."""
+        paths = self._paths()
+        return [{paths[id(buffer)]: f"{tuple(buffer.shape)} {buffer.dtype}" for _, buffer in self._by_position()}]
+
+    def _paths(self) -> dict[int, str]:
+        """The names of buffers, with those of the modules that have them."""
+        found = {}
+        for module in self._modules:
+            for name, buffer in module.named_buffers(prefix=type(module).__name__):
+                found[id(buffer)] = name  # as for parameters, the outermost module comes last
+        return found
+
+    def begin_run(self) -> None:
+        """A run begins: what the program has written before is no write of the step."""
+        if self._has_written():
+            self._take_buffers()
+            self._known = _copies_of(dict(self._by_position()))
+            self.num_writes_between_runs += 1
+
+    def _has_written(self) -> bool:
+        return self._has_buffers() and (self._were_replaced() or self._note_writes())
+
+    def _has_buffers(self) -> bool:
+        return any(self._tables_of_buffers) or bool(self._slots)
+
+    def _were_replaced(self) -> bool:
+        slots = [(module, name) for module in self._modules for name in module._buffers]
+        return slots != self._slots or not all(map(is_, [m._buffers[name] for m, name in slots], self.buffers))
+
+    def _note_writes(self) -> bool:
+        """Whether buffers were written since the last call."""
+        before, self._versions = self._versions, versions(self._present_buffers())
+        changed, unsure = self._uncounted.take(set())
+        return bool(changed or unsure) or self._versions != before
+
+    def averaged(self) -> dict[int, torch.Tensor]:
+        """By position, the running statistics, which become the mean of the workers'."""
+        return {i: b for i, b in self._by_position() if self._averages and is_running(*self._slots[i])}
+
+    def taken(self) -> dict[int, torch.Tensor]:
+        """By position, all other buffers, which become those of the first worker."""
+        averaged = self.averaged()
+        return {i: buffer for i, buffer in self._by_position() if i not in averaged}
+
+    def _by_position(self) -> list[tuple[int, torch.Tensor]]:
+        return [(i, buffer) for i, buffer in enumerate(self.buffers) if buffer is not None]
+
+    def write_buffers(self, values: dict[int, torch.Tensor]) -> None:
+        """Writes what has become of the buffers of all workers, and counts them as not written."""
+        for i, value in values.items():
+            buffer = self.buffers[i]
+            assert buffer is not None
+            write_value(buffer, value, is_running(*self._slots[i]))
+        self._take_values()
+        self._known = _copies_of(values)
+
+
+class _Copies(NamedTuple):
+    """Copies of tensors of one dtype and device, in one piece of memory."""
+
+    shapes: dict[int, torch.Size]
+    flat: torch.Tensor
+
+    def by_position(self) -> list[tuple[int, torch.Tensor]]:
+        """Each copy with its position."""
+        parts = self.flat.split([shape.numel() for shape in self.shapes.values()])
+        return [(i, part.view(self.shapes[i])) for i, part in zip(self.shapes, parts, strict=True)]
+
+
+def _copies_of(values: dict[int, torch.Tensor]) -> list[_Copies]:
+    groups: dict[object, dict[int, torch.Tensor]] = {}
+    for i, value in values.items():
+        groups.setdefault((value.dtype, value.device), {})[i] = value.detach()
+    return [
+        _Copies({i: v.shape for i, v in group.items()}, torch.cat([v.reshape(-1) for v in group.values()]))
+        for group in groups.values()
+    ]

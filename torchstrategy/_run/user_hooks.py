@@ -1,0 +1,47 @@
+"""The user's hooks on a parameter, which are called with the gradient of the whole batch.
+
+torch would call them during backward, with the gradient of this worker's rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+
+
+@final
+class UserHooks:
+    """The hooks of one parameter, which are taken off for the length of a backward.
+
+    Args:
+        parameter: The parameter.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+        # torch keeps these tables, so they are emptied and filled again, and not replaced.
+        self._tables: list[dict[int, Any] | None] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+        self._taken = [dict(table or {}) for table in self._tables]
+        for table in self._tables:
+            if table:
+                table.clear()
+
+    def give_back(self) -> None:
+        """Registers the hooks again."""
+        for table, taken in zip(self._tables, self._taken, strict=True):
+            if table is not None:
+                table.update(taken)
+
+    def call_on_gradient(self) -> None:
+        """Calls what `register_hook` has registered, which may return another gradient."""
+        for hook in self._taken[0].values():
+            if self._parameter.grad is not None:
+                changed = hook(self._parameter.grad)
+                self._parameter.grad = self._parameter.grad if changed is None else changed
+
+    def call_on_accumulated(self) -> None:
+        """Calls what `register_post_accumulate_grad_hook` has registered."""
+        for hook in self._taken[1].values():
+            if self._parameter.grad is not None:
+                hook(self._parameter)
