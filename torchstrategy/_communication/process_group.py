@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any, final
 
 import torch
@@ -161,6 +161,8 @@ class ProcessGroup(Workers):
         self._num_runs = 0
         self._point = "the first run"
         self._compared: list[tuple[str, object]] = []  # what the next exchange compares
+        # By name, what was compared last, and its bytes: mostly, the same object is compared again.
+        self._bytes_of: dict[str, tuple[object, bytes]] = {}
         self._mentioned: dict[str, bytes] = {}  # the digests of what may differ
         self._has_said_where = False  # whether the others know where this worker waits
         self._why_over: str | None = None  # why no exchange can be made any more
@@ -181,7 +183,17 @@ class ProcessGroup(Workers):
         self._mentioned[what] = digest(comparable(value))
 
     def place(self, name: str) -> int:
-        return zlib.crc32(b"".join([self._at(name).encode(), *map(comparable, self._compared)]))
+        return zlib.crc32(b"".join([self._at(name).encode(), *starmap(self._bytes, self._compared)]))
+
+    def _bytes(self, what: str, value: object) -> bytes:
+        """The bytes by which a value is compared."""
+        known, made = self._bytes_of.get(what, (None, b""))
+        if known is value is not None:
+            return made
+        made = comparable(value)
+        if isinstance(value, (str, list)):  # other values may be large, and would live for longer than they should
+            self._bytes_of[what] = value, made
+        return made
 
     def have_compared(self) -> None:
         self._compared = []
@@ -304,7 +316,7 @@ class ProcessGroup(Workers):
         """
         self.num_exchanges += 1
         compared, self._compared = self._compared, []
-        place = digest(b"".join([f"{where} {signature}".encode(), *map(comparable, compared)]))
+        place = digest(b"".join([f"{where} {signature}".encode(), *starmap(self._bytes, compared)]))
         place = _REFUSED if refuses else place
         mentioned, self._mentioned = self._mentioned, {}
         marks = [mentioned.get(what, bytes(_DIGEST)) for what in MENTIONED]

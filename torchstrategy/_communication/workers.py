@@ -76,7 +76,8 @@ class Workers:
 
         Args:
             what: What to call the value in a message.
-            value: Numbers, texts and tensors, or containers of them. Of anything else only the type is compared.
+            value: Numbers, texts and tensors, or containers of them. Of anything else only the type is compared. A list
+                must not be written later: the same list counts as the same value.
         """
 
     def mention(self, what: str, value: object) -> None:

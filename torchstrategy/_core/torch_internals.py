@@ -262,15 +262,23 @@ def _run_backward(outputs: Any, grads: Any, keeps_graph: bool, makes_graph: bool
         _backwards.around = around
 
 
-@contextmanager
-def backwards_run_by(around: AroundBackward) -> Iterator[None]:
-    """A block in which `around` runs each backward of this thread that adds to `.grad` of leaves."""
-    _autograd._engine_run_backward = _run_backward
-    before, _backwards.around = _backwards.around, around
-    try:
-        yield
-    finally:
-        _backwards.around = before
+class backwards_run_by(AbstractContextManager[None]):
+    """A block in which `around` runs each backward of this thread that adds to `.grad` of leaves.
+
+    Every run enters such a block, so that it is no generator.
+    """
+
+    __slots__ = ("_around", "_before")
+
+    def __init__(self, around: AroundBackward) -> None:
+        self._around = around
+
+    def __enter__(self) -> None:
+        _autograd._engine_run_backward = _run_backward
+        self._before, _backwards.around = _backwards.around, self._around
+
+    def __exit__(self, *exception: Any) -> None:
+        _backwards.around = self._before
 
 
 def will_be_reached(leaf: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.changes import UncountedWrites, write_value
-from torchstrategy._core.torch_internals import dtypes, shapes, versions
+from torchstrategy._core.torch_internals import dtypes, requires_grad_of, shapes, versions
 from torchstrategy._replication.copyable import is_running
 
 
@@ -44,6 +44,9 @@ class TrainedTensors:
         self.listed = self._list()
         self.parameters = list({id(p): p for p in self.listed if p is not None}.values())
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self._known_flags: list[bool] = []
+        self._known_modes: list[bool] = []
+        self._text_of_flags = self._text_of_modes = ""
         self._take_buffers()
 
     def is_same(self) -> bool:
@@ -65,10 +68,22 @@ class TrainedTensors:
             named[id(variable)] = getattr(variable, "name", "Variable")
         return [named.get(id(parameter), "a parameter") for parameter in self.parameters]
 
+    def flags(self) -> str:
+        """A text that says which parameters are trained. It is the same object for as long as it says the same."""
+        flags = requires_grad_of(self.parameters)
+        if flags != self._known_flags:
+            self._known_flags = flags
+            self._text_of_flags = "".join("1" if flag else "0" for flag in flags)
+        return self._text_of_flags
+
     def modes(self) -> str:
-        """A text that says which modules are in training mode."""
-        modes = ["train" if module.training else "eval" for module in self._modules]
-        return modes[0] if len(set(modes)) == 1 else " ".join(modes)
+        """A text that says which modules are in training mode. As for `flags`, it is mostly the same object."""
+        modes = [module.training for module in self._modules]
+        if modes != self._known_modes:
+            self._known_modes = modes
+            words = ["train" if mode else "eval" for mode in modes]
+            self._text_of_modes = words[0] if len(set(words)) == 1 else " ".join(words)
+        return self._text_of_modes
 
     # Buffers
 

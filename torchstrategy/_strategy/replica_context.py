@@ -291,17 +291,26 @@ def running_context(
 
 @final
 class LoneFrame(Frame):
-    """The frame of a single replica, which uses the user's own objects.
+    """The frame of a replica that is the only one in its process, and uses the user's own objects.
 
     Its context is made when somebody asks for it, which few steps do.
+
+    Args:
+        strategy: The strategy that the thread has entered.
+        make_group: Makes the group in which the replica synchronizes with others. None: there are no others.
     """
 
-    __slots__ = ()
+    __slots__ = ("_make_group",)
+
+    def __init__(self, strategy: StrategyLike, make_group: Callable[[], ReplicaGroup] | None = None) -> None:
+        super().__init__(strategy)
+        self._make_group = make_group
 
     @property
     def replica_context(self) -> ReplicaContextLike:
         if self._replica_context is None:
-            self._replica_context = running_context(self.strategy, ALONE)
+            group = ALONE if self._make_group is None else self._make_group()
+            self._replica_context = running_context(self.strategy, group)
         return self._replica_context
 
     def ends(self) -> None:

@@ -149,28 +149,36 @@ class ReplicatedExtended(StrategyExtended):
         self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
     ) -> Tree:
         """Calls the step in the only replica of this worker, with the user's own objects: see `_run/own_objects`."""
-        strategy, storage, leaves = self._container_strategy(), self._storage, tree_leaves((args, kwargs))
+        storage = self._storage
         assert isinstance(storage, OwnObjects)
-        check_component_counts(leaves, 1)
-        weights = ReplicaWeights.of_lone_replicas(leaves, options, self._gradient_reduction, self._workers)
-        replica = InlineReplica(0, storage.devices[0], torch.get_default_device())
-        replica.telling = self._workers.arrive
-        group = ReplicaGroup(replica, weights, storage.devices, self._workers)
-        context = running_context(strategy, group)
-        given = distributed_values.for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
-        own_args, own_kwargs = distributed_values.select(given, 0)
+        values = distributed_values.distributed_within((*args, *kwargs.values()))
+        check_component_counts(values, 1)
+        weights = ReplicaWeights.of_lone_replicas(values, options, self._gradient_reduction, self._workers)
+        device = storage.devices[0]
+        # Where the step has the caller's default device, nobody needs to ask for it, which takes long.
+        callers_device = torch.get_default_device() if needs_device_context(device) else None
+
+        def make_group() -> ReplicaGroup:
+            replica = InlineReplica(0, device, callers_device)
+            replica.telling = self._workers.arrive
+            replica.combining = storage.random.for_all_workers
+            return ReplicaGroup(replica, weights, storage.devices, self._workers)
+
+        if weights.is_understudy:
+            args, kwargs = distributed_values.for_understudy((args, kwargs))
+        args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0)
         name = getattr(fn, "__name__", type(fn).__name__)
-        reads = reads_among(leaves)
-        with storage.run(weights, replica, name, reads), traced("run {} [replica {}]", fn, 0), Frame(strategy, context):
+        frame = LoneFrame(self._container_strategy(), make_group)
+        with storage.run(weights, name, reads_among(values)), traced("run {} [replica {}]", fn, 0), frame:
             try:
                 self._workers.begin_step()
-                with in_use(storage.devices[0]):
-                    result = performed_alone(fn, own_args, own_kwargs)
+                with in_use(device if callers_device is not None else None):
+                    result = performed_alone(fn, args, kwargs)
                 if isinstance(result, (Generator, Coroutine)):
                     result.close()
                     raise TypeError(_NOT_RUN.format(type(result).__name__))
             finally:
-                context._ends()
+                frame.ends()
         return None if result is None else weights.regrouped({0: result}, self._workers, are_results=True)
 
     def _refuse_run(self, error: Exception) -> None:
