@@ -38,7 +38,7 @@ from torchstrategy._communication.native_dtypes import as_addable, bits, from_ad
 from torchstrategy._communication.wire import decode, encode
 from torchstrategy._communication.workers import MENTIONED, PACK, WorkerError, Workers, digest, packs_of
 from torchstrategy._core.errors import described
-from torchstrategy._core.torch_internals import unflattened
+from torchstrategy._core.torch_internals import are_on_cpu, unflattened
 
 _PATIENCE_S = 3.0  # in which all workers that wait for others say that they have lost one
 _LOOK = timedelta(seconds=0.25)  # how long a worker waits before it looks whether another one is lost
@@ -400,7 +400,7 @@ class ProcessGroup(Workers):
     def _finish(self, sent: _Sent) -> None:
         """Waits for the end of an operation, or until another worker is known to be lost."""
         assert sent.work is not None
-        if any(tensor.device.type != "cpu" for tensor in sent.tensors):
+        if not all(are_on_cpu(sent.tensors)):
             sent.work.wait()  # with a limit, it would wait for the device
             return
         had_news, has_met = False, False

@@ -35,7 +35,7 @@ class Pack(NamedTuple):
     @property
     def buffers(self) -> list[int]:
         """The positions of all buffers, in the order in which they are sent."""
-        return [*self.averaged, *self.taken]
+        return self.averaged + self.taken
 
 
 @final

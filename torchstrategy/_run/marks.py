@@ -4,19 +4,18 @@ Each worker adds a few numbers to what it sends with its gradients. The workers 
 number and the sum of its square a worker sees whether all workers had its own number x: so it is if and only if these
 sums are count * x and count * x * x. Else the numbers would have the mean x, and not the variance 0.
 
-A mark of 32 bits is sent as eight numbers of 4 bits, so that the sums are exact in float32 for thousands of workers.
+A mark of 32 bits is sent in parts of a few bits, so small that float32 has the sum of their squares exactly.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
-_BITS = range(0, 32, 4)
+_BITS_OF_MARK = 32
+_EXACT = 1 << 24  # up to here, float32 has each whole number
 
 
-@final
 class Mark(NamedTuple):
     """What a worker tells the others beside its gradients.
 
@@ -30,22 +29,7 @@ class Mark(NamedTuple):
     mentioned: int
     leaves: bool
 
-    def numbers(self) -> list[float]:
-        """The numbers to be added up over all workers."""
-        return [float(self.leaves), *_parts_of(self.place), *_parts_of(self.mentioned)]
 
-
-@functools.lru_cache(maxsize=1000)  # most numbers are those of the step before
-def _parts_of(mark: int) -> list[int]:
-    """The parts of four bits of a number, each followed by its square."""
-    parts = [mark >> shift & 15 for shift in _BITS]
-    return [number for part in parts for number in (part, part * part)]
-
-
-NUM_NUMBERS = 1 + 2 * 2 * len(_BITS)
-
-
-@final
 class Verdict(NamedTuple):
     """What the sums of the numbers of all workers tell."""
 
@@ -53,13 +37,43 @@ class Verdict(NamedTuple):
     all_mention_same: bool
     some_leave: bool
 
-    @classmethod
-    def of(cls, sums: Sequence[float], own: Mark, count: int) -> Verdict:
-        """Reads the sums of the numbers of so many workers, of which one has brought `own`."""
-        as_if_alike = [count * number for number in own.numbers()]
-        num_of_place = 1 + 2 * len(_BITS)
-        return cls(
-            all_are_there=sums[1:num_of_place] == as_if_alike[1:num_of_place],
-            all_mention_same=sums[num_of_place:] == as_if_alike[num_of_place:],
+
+@final
+class MarkFormat:
+    """How so many workers write a mark as numbers that are added up.
+
+    Args:
+        count: How many workers there are.
+
+    Attributes:
+        length: How many numbers a mark has.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._bits = 8 if count * 255**2 < _EXACT else 4
+        self._num_parts = 2 * _BITS_OF_MARK // self._bits  # parts and squares of one of the two numbers
+        self.length = 1 + 2 * self._num_parts
+
+    def numbers(self, mark: Mark) -> list[float]:
+        """The numbers of a worker, to be added up over all workers."""
+        return [float(mark.leaves), *self._parts_of(mark.place), *self._parts_of(mark.mentioned)]
+
+    def _parts_of(self, number: int) -> list[float]:
+        """The parts of a number, each followed by its square."""
+        parts: list[float] = []
+        largest = (1 << self._bits) - 1
+        for shift in range(0, _BITS_OF_MARK, self._bits):
+            part = number >> shift & largest
+            parts += (part, part * part)
+        return parts
+
+    def read(self, sums: Sequence[float], own: Sequence[float]) -> Verdict:
+        """Reads the sums of the numbers of all workers, of which this one has brought `own`."""
+        if_alike = [self._count * number for number in own]
+        end_of_place = 1 + self._num_parts
+        return Verdict(
+            all_are_there=sums[1:end_of_place] == if_alike[1:end_of_place],
+            all_mention_same=sums[end_of_place:] == if_alike[end_of_place:],
             some_leave=sums[0] > 0,
         )

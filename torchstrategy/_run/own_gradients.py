@@ -14,7 +14,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
@@ -33,7 +33,7 @@ from torchstrategy._core.torch_internals import (
 )
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._run.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, Pack
-from torchstrategy._run.marks import NUM_NUMBERS, Mark, Verdict
+from torchstrategy._run.marks import Mark, MarkFormat, Verdict
 from torchstrategy._run.trained_tensors import BufferLayout, TrainedTensors
 from torchstrategy._run.user_hooks import UserHooks
 
@@ -79,6 +79,7 @@ class OwnGradients:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
+        self._marks = MarkFormat(workers.count)
         self.tensors = TrainedTensors([], [], averages_buffers=True)
         self._plans: dict[tuple[bytes, BufferLayout | None], GradientPlan] = {}
         self._last: GradientPlan | None = None  # that of the newest exchange
@@ -249,11 +250,11 @@ class OwnGradients:
         for i, times in self._times.items():
             if times > 1 and kinds[i] == DENSE:
                 kinds[i] = SEVERAL
-        known = b"" if self._expected is None else self._expected.kinds
-        for i, kind in enumerate(known):
+        if self._expected is not None and kinds != self._expected.kinds:
             # Where others have a dense gradient, a sparse one is made dense. What once came in parts is not sent early.
-            if kinds[i] and kind >= DENSE:
-                kinds[i] = max(kinds[i], kind)
+            for i, kind in enumerate(self._expected.kinds):
+                if kinds[i] and kind >= DENSE:
+                    kinds[i] = max(kinds[i], kind)
         return bytes(kinds)
 
     def _plan_of(self, kinds: bytes, buffers: BufferLayout | None) -> GradientPlan:
@@ -314,7 +315,8 @@ class OwnGradients:
                 self._send_large(i, self._large_of(i, own))
         buffers = self._buffers_for(plan)
         # Without a mark, zeros: the sums have the same bits only where what is sent has the same length.
-        numbers = [0.0] * NUM_NUMBERS if mark is None else mark.numbers()
+        length = self._marks.length
+        numbers = [0.0] * length if mark is None else self._marks.numbers(mark)
         first = plan.packs[0]
         sent = [self._send_pack(pack, own, buffers, numbers if pack is first else []) for pack in plan.packs]
         for arrived in self._under_way:
@@ -324,13 +326,13 @@ class OwnGradients:
             self._sums[i] = self._sums[i] + part
         sums = {i: self._sums[i] for i in plan.large}
         values: dict[int, torch.Tensor] = {}
-        for pack, like, flat in sent:
-            parts = unflattened(flat, like)
-            sums.update(zip(pack.gradients, parts, strict=False))
-            values.update(zip(pack.buffers, parts[len(pack.gradients) :], strict=False))
+        for one in sent:
+            parts = unflattened(one.flat, one.like)
+            sums.update(zip(one.pack.gradients, parts, strict=False))
+            if one.pack.buffers:
+                values.update(zip(one.pack.buffers, parts[len(one.pack.gradients) :], strict=False))
         if mark is not None:
-            numbers = sent[0][2][-NUM_NUMBERS:].tolist()
-            self._verdict = Verdict.of(numbers, mark, self._workers.count)
+            self._verdict = self._marks.read(sent[0].flat[-length:].tolist(), numbers)
         return sums, values
 
     def _buffers_for(self, plan: GradientPlan) -> dict[int, torch.Tensor]:
@@ -351,8 +353,8 @@ class OwnGradients:
 
     def _send_pack(
         self, pack: Pack, own: list[torch.Tensor | None], buffers: dict[int, torch.Tensor], numbers: list[float]
-    ) -> tuple[Pack, list[torch.Tensor], torch.Tensor]:
-        """Begins to send a pack. Returns it, tensors in the shapes of its parts, and the memory for the sums."""
+    ) -> _SentPack:
+        """Begins to send a pack."""
         parameters = self.tensors.parameters
         gradients = own if len(pack.gradients) == len(own) else [own[i] for i in pack.gradients]
         if self._are_plain:
@@ -365,7 +367,7 @@ class OwnGradients:
         if numbers:
             like.append(torch.tensor(numbers, dtype=pack.dtype))
         if not like:
-            return pack, like, torch.empty(0)
+            return _SentPack(pack, like, torch.empty(0))
         # Of a single tensor, `flattened` makes a view, and what the step has must not be written.
         flat = flattened(like) if len(like) > 1 else like[0].flatten().clone()
         if num_weighed:
@@ -373,7 +375,7 @@ class OwnGradients:
         if num_all > num_weighed and not self._leads:
             flat[num_weighed:num_all].zero_()
         self._under_way.append(self._workers.begin_all_reduce(flat, self._name))
-        return pack, like, flat
+        return _SentPack(pack, like, flat)
 
     def _sparse_sum(self, i: int, own: torch.Tensor | None) -> torch.Tensor:
         parameter, name = self.tensors.parameters[i], "a sparse gradient"
@@ -455,6 +457,14 @@ class OwnGradients:
             parameter.grad = None
         for parameter, gradient in self._old:
             parameter.grad = gradient
+
+
+class _SentPack(NamedTuple):
+    """A pack that is under way."""
+
+    pack: Pack
+    like: list[torch.Tensor]  # tensors in the shapes of its parts
+    flat: torch.Tensor  # the memory for the sums
 
 
 def _nothing() -> None:

@@ -64,9 +64,10 @@ class OwnObjects(Storage):
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = weakref.WeakValueDictionary()
-        self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        # Plain tables: each backward looks through them, and to look through a `WeakValueDictionary` takes longer.
+        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._settings: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._steppers: weakref.WeakValueDictionary[int, Stepper] = weakref.WeakValueDictionary()
+        self._steppers: dict[int, weakref.ref[Stepper]] = {}
         self._has_news = False
         self._reads: Sequence[Read] = ()
         self._mark_of_reads = 0
@@ -96,10 +97,8 @@ class OwnObjects(Storage):
             self._variables[id(variable)] = weakref.ref(variable, _forgetting(self._variables, id(variable)))
 
     def take_stepper(self, stepper: Optimizer | Stepper) -> None:
-        known: weakref.WeakValueDictionary[int, Any] = self._steppers
-        if isinstance(stepper, Optimizer):
-            known = self._optimizers
-        known[id(stepper)] = stepper
+        known: dict[int, Any] = self._optimizers if isinstance(stepper, Optimizer) else self._steppers
+        known[id(stepper)] = weakref.ref(stepper, _forgetting(known, id(stepper)))
 
     # A run
 
@@ -181,9 +180,9 @@ class OwnObjects(Storage):
     def compare(self) -> None:
         """Notes what the next exchange compares."""
         compare, tensors = self._workers.compare, self.gradients.tensors
-        for optimizer in list(self._optimizers.values()):
+        for optimizer in _alive(self._optimizers.values()):
             compare(f"the settings of {type(optimizer).__name__}:", self._settings_of(optimizer))
-        for stepper in list(self._steppers.values()):
+        for stepper in _alive(self._steppers.values()):
             compare(f"the state of {type(stepper).__name__}:", _numbers(stepper))
         compare("which parameters are trained:", tensors.flags())
         compare("the modes of the modules:", tensors.modes())
@@ -230,7 +229,8 @@ class OwnObjects(Storage):
             for position, parameter in zip(positions, parameters, strict=True):
                 if position is None and parameter.grad is not None:
                     raise RuntimeError(_OUTSIDE.format(name, tuple(parameter.shape)))
-        self._optimizers.setdefault(id(optimizer), optimizer)
+        if id(optimizer) not in self._optimizers:
+            self.take_stepper(optimizer)
         assigned = self.gradients.assigned(ours)
         if assigned:
             with undisturbed():
