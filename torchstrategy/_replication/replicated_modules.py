@@ -310,8 +310,8 @@ class ReplicatedModules:
         if made:
             self._workers.compare("what the step did to buffers and hooks:", ", ".join(made))
         self._written = [self.replicas[r].written_buffers(self._buffers) for r in weights.present]
-        replaced = [i for i in set().union(*self._written) if any(r.has_replaced(i) for r in self._present(weights))]
-        self.attributes.put_together(weights, self._with_copies, self._look, sorted(replaced))
+        replaced = sorted(set().union(*(replica.replaced_buffers() for replica in self._present(weights))))
+        self.attributes.put_together(weights, self._with_copies, self._look, replaced)
         if self._workers.count > 1:
             worker_values.mention_writes(self._workers, set().union(*self._written), [self.attributes, *writers])
 
@@ -340,10 +340,10 @@ class ReplicatedModules:
         if not trained == self._trained == requires_grad_of(self.owners):
             train(self.owners, trained)
             self._trained = []  # unknown: replicas without rows may have others
-        replaced = {i: value for i, value in values.items() if lead.has_replaced(i) or not self._buffers.fits(i, value)}
-        for index, value in values.items():
-            if index not in replaced:
-                self._buffers.take(index, value)
+        elsewhere = lead.replaced_buffers()
+        replaced = {i: value for i, value in values.items() if i in elsewhere or not self._buffers.fits(i, value)}
+        for index in [index for index in values if index not in replaced]:
+            self._buffers.take(index, values[index])
         if replaced:
             self._replace_buffers(replaced, lead)
         if self._workers.count > 1:
