@@ -115,17 +115,25 @@ class ReplicaVariable(ReplicaParameter):
 
 
 @final
+class Originals(NamedTuple):
+    """What all replicas have copies of, for as long as the copies live."""
+
+    roots: Sequence[nn.Module]  # the user's modules that are part of no other
+    modules: Sequence[nn.Module]  # these and all modules below them
+    parameters: TrackedTensors
+    buffers: TrackedTensors
+    slots: Sequence[tuple[int, str]]  # where each of the buffers is: the position of its module, and its name there
+    late: Late  # the plain attributes that are copied when a step reads them
+    kept: KeptByHooks  # what the hooks of the modules keep
+
+
+@final
 class ModuleReplica:
     """The copies of the user's modules that one replica has.
 
     Args:
-        roots: The user's modules that are part of no other.
-        modules: These and all modules below them.
-        parameters: Their parameters.
-        buffers: Their buffers.
-        slots: Where each of the buffers is: the position of its module, and its name there.
-        late: The plain attributes that are copied when a step reads them.
-        kept: What the hooks of the modules keep.
+        originals: The user's modules, and what they hold. It is not kept, so that modules die with the user's last
+            reference.
         layout: Where the copies are.
         replica: Which replica this is.
 
@@ -133,18 +141,8 @@ class ModuleReplica:
         TypeError: If a module cannot be copied.
     """
 
-    def __init__(
-        self,
-        roots: Sequence[nn.Module],
-        modules: Sequence[nn.Module],
-        parameters: TrackedTensors,
-        buffers: TrackedTensors,
-        slots: Sequence[tuple[int, str]],
-        late: Late,
-        kept: KeptByHooks,
-        layout: Placement,
-        replica: int,
-    ) -> None:
+    def __init__(self, originals: Originals, layout: Placement, replica: int) -> None:
+        roots, modules, parameters, buffers, slots, late, kept = originals
         self.number = replica
         self._which = replica, len(layout.devices)
         self._kept = kept

@@ -39,7 +39,7 @@ from torchstrategy._replication.copyable import is_running, refuse_uncopyable, t
 from torchstrategy._replication.kept_by_hooks import KeptByHooks
 from torchstrategy._replication.late_attributes import Later, find_late
 from torchstrategy._replication.metrics import metrics_of
-from torchstrategy._replication.module_replica import ModuleReplica, differ
+from torchstrategy._replication.module_replica import ModuleReplica, Originals, differ
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
@@ -109,8 +109,8 @@ class ReplicatedModules:
         large = find_late(modules, self._insides)
         waiting = [(i, name) for i, name in large if id(self._insides[i][name]) not in self.kept.own[0]]
         late = {(i, name): Later(f"{self._paths[i]}.{name}") for i, name in waiting}
-        originals = roots, modules, self._parameters, self._buffers, self._slots, late, self.kept
-        self.replicas = [ModuleReplica(*originals, layout, r) for r in range(len(layout.devices))]
+        originals = Originals(roots, modules, self._parameters, self._buffers, self._slots, late, self.kept)
+        self.replicas = [ModuleReplica(originals, layout, r) for r in range(len(layout.devices))]
         self._trained = requires_grad_of(self.owners)  # of the parameters of all replicas
         self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
         self._watch_parameters()
