@@ -109,8 +109,9 @@ class ReplicaWeights:
             workers.compare("RunOptions", (reduction, options.run_empty_replicas))
             told = workers.all_gather_bytes(of_all[0].packed(), "the beginning of a run")
             of_all = list(map(_OfWorker.unpacked, told))
-        workers.all_leave = any(one.is_asked_to_leave for one in of_all)
-        everyone = list(chain.from_iterable(one.replicas for one in of_all))
+        of_workers, marks, have_news, are_asked = zip(*of_all, strict=True)
+        workers.all_leave = any(are_asked)
+        everyone = list(chain.from_iterable(of_workers))
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
         leaves_out = not options.run_empty_replicas and any(one.has_rows for one in everyone)
         takes_part = [not one.is_absent and (one.has_rows or not leaves_out) for one in everyone]
@@ -130,8 +131,8 @@ class ReplicaWeights:
             lead_worker=takes_part.index(True) // num_replicas if any(takes_part) else 0,
             is_understudy=not present,
             total_weight=1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, weights))),
-            streams_agree=len({one.mark for one in of_all}) == 1,
-            has_news=any(one.has_news for one in of_all),
+            streams_agree=len(set(marks)) == 1,
+            has_news=any(have_news),
         )
 
 
