@@ -393,6 +393,28 @@ def test_replicas_set_other_numbers(strategy: torchstrategy.Strategy) -> None:
     assert model.inner.weight.rank == 5
 
 
+@pytest.mark.filterwarnings("ignore::torchstrategy.ReplicaBufferWarning")
+def test_what_only_another_replica_sets_is_gone_in_the_next_run(strategy: torchstrategy.Strategy) -> None:
+    """The user's tensor has what the first replica's has: nothing here, and then no replica has it."""
+    model: Any = strategy.distribute_module(Net())
+
+    def step(sets: bool) -> bool:
+        had = hasattr(model.inner.weight, "mark")
+        if sets and _number() == 1:
+            model.inner.weight.mark = 3
+        return had
+
+    for sets in (False, True, False):
+        assert not any(strategy.experimental_local_results(strategy.run(step, args=(sets,))))
+        assert not vars(model.inner.weight)
+
+
+def _number() -> int:
+    context = torchstrategy.get_replica_context()
+    assert context is not None
+    return context.replica_id_in_sync_group
+
+
 def test_an_output_is_one_for_each_replica(strategy: torchstrategy.Strategy) -> None:
     model = strategy.distribute_module(Net())
     data = batches(1)

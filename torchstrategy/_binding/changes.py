@@ -40,6 +40,7 @@ from torchstrategy._core.torch_internals import (
 )
 
 MISSING = object()
+_FORGOTTEN = -1  # takes the place of all sizes: what the containers hold counts as changed
 _OUTDATED = -1  # takes the place of a version: the copies do not agree with the tensor
 _SMALL = 1 << 16  # bytes: of tensors up to this size, the library keeps a copy of the memory
 _COLUMNS = (1021, 1019, 1013)  # primes: the checksums of a tensor have a number of columns that divides no stride
@@ -110,12 +111,14 @@ class Snapshot:
     def forget(self, place: Any, name: Any) -> None:
         """Drops an entry of a table: it counts as changed, whatever it is, until the snapshot is taken again."""
         self._known[place][name] = object()  # which no table holds
-        self._sizes, self._names, self._values = [], [], []
+        self._sizes, self._names, self._values = [_FORGOTTEN], [], []
 
     def is_same(self) -> bool:
         """Whether the containers hold the same objects in the same order."""
         if any(self._empty):
             return False
+        if not (self._full or self._others):
+            return not self._sizes
         try:
             sizes, names, values = self._contents()
         except KeyError:  # a name is no longer there
@@ -147,6 +150,8 @@ class Snapshot:
         else:
             names.extend(chain.from_iterable(self._full))
             values.extend(chain.from_iterable(map(_values_of, self._full)))
+        if not self._others:
+            return list(map(len, self._full)), names, values
         others = list(map(_items, islice(self._others.values(), len(self._lists), None)))
         values += chain.from_iterable((*self._lists, *others))
         sizes = [*map(len, self._full), *map(len, self._lists), *map(len, others)]
@@ -265,8 +270,9 @@ class TrackedTensors:
         elif self._watched:
             changed, unsure = self._uncounted.take(counted, counts_all)
             uncounted |= changed
-        unsure -= uncounted | counted
-        uncounted = (uncounted | unsure) - counted - moved
+        if uncounted or unsure:
+            unsure -= uncounted | counted
+            uncounted = (uncounted | unsure) - counted - moved
         return Writes(sorted(counted | moved | uncounted), moved, uncounted, unsure)
 
     def note_agreement(self, indices: Iterable[int]) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from torchstrategy._binding.attribute_contents import ATTRIBUTE, ITEM, named_items, write_items
 from torchstrategy._binding.changes import MISSING, Edit, edits
+from torchstrategy._binding.hook_references import MANY
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica
 from torchstrategy._core.torch_internals import version
@@ -353,7 +354,7 @@ class SharedGlobal:
             write_items(self.thing, self._known)
             shown, key = written.name
             name = self._name + shown.format(key)
-            raise RuntimeError(_LARGE.format(name=name) if self._is_large else written_globally(name))
+            raise RuntimeError(_LARGE.format(name=name, many=MANY) if self._is_large else written_globally(name))
         written._replace(after=written.before).apply(self.thing)
         raise RuntimeError(written_globally(written.name))
 
@@ -370,7 +371,7 @@ def written_globally(name: str) -> str:
 
 _LARGE = (
     "{name} was written in a replica, by a hook or by the step. What a hook reaches each replica has for itself, but "
-    "not a container of more than 4096 items, since each run would look at all of them. Keep fewer in it: take its "
+    "not a container of more than {many} items, since each run would look at all of them. Keep fewer in it: take its "
     "items out between runs, as in history.extend(kept); kept.clear()."
 )
 

@@ -168,11 +168,11 @@ def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepRe
 def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
     """The values of an object's attributes, with their names; of a list or tuple, its items."""
     for attribute, held in list(attributes(thing).items()):
-        items = held if type(held) in (list, tuple) else (held,)
-        if len(items) > _ITEMS and set(map(type, islice(items, _ITEMS))) <= _DATA:
-            continue  # looking at each would take long
-        for item in items:
-            yield attribute, item
+        if type(held) not in (list, tuple):
+            yield attribute, held
+        elif len(held) <= _ITEMS or not set(map(type, islice(held, _ITEMS))) <= _DATA:  # else it would take long
+            for item in held:
+                yield attribute, item
 
 
 def package_of(thing: Any) -> str:

@@ -326,7 +326,10 @@ class CallerState:
 
 def _worn() -> _Worn:
     """What this thread has on now."""
-    autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _types_with_autocast()]
+    types = _types_with_autocast()
+    # A replica that runs on the caller's thread comes here, too, so that there is no Python call for each type.
+    of_types = map(torch.is_autocast_enabled, types), map(torch.get_autocast_dtype, types)
+    autocast = list(zip(types, *of_types, strict=True))
     cache, nesting = torch.is_autocast_cache_enabled(), _autocast_nesting()
     hooks: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
     while (pair := torch_internals.saved_tensors_hooks()) is not None:  # torch tells only the one that is in force

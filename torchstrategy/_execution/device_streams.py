@@ -51,7 +51,7 @@ class DeviceStreams:
         """
         current = current_streams(self.callers)
         if current == self.callers:
-            return _NO_SIDE_STREAM
+            return NO_SIDE_STREAM
         return self._joined({d: stream for d, stream in current.items() if stream != self.callers[d]})
 
     @contextmanager
@@ -103,4 +103,4 @@ def keep_for(side: dict[Device, torch.Stream], given: Tree) -> None:
             keep_until_used(leaf, side[leaf.device])
 
 
-_NO_SIDE_STREAM: AbstractContextManager[None] = nullcontext()
+NO_SIDE_STREAM: AbstractContextManager[None] = nullcontext()

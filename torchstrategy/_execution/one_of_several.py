@@ -12,14 +12,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple, final
 
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.device_streams import keep_for
+from torchstrategy._execution.device_streams import NO_SIDE_STREAM, DeviceStreams, keep_for
 from torchstrategy._execution.instruments import performed, reached
 from torchstrategy._execution.replica import Combine, Replica, ReplicaStopped
 
@@ -45,17 +44,13 @@ class OneOfSeveral(Replica):
         try:
             if self.is_cancelled:
                 raise ReplicaStopped
-            return self._ended(Ended(self.index, run_in(self.device, functools.partial(self._step, call))))
+            step = functools.partial(performed, self.index, functools.partial(call, self))
+            if self.device_streams is not None:
+                step = functools.partial(_ending_streams, self.device_streams, step)
+            return self._ended(Ended(self.index, run_in(self.device, step)))
         except BaseException as error:
             # Also SystemExit and KeyboardInterrupt: the other replicas are stopped first, however the step ends.
             return self._ended(Failed(self.index, error))
-
-    def _step(self, call: Callable[[Replica], Tree]) -> Tree:
-        try:
-            return performed(self.index, functools.partial(call, self))
-        finally:
-            if self.device_streams is not None:
-                self.device_streams.end_step()
 
     def _ended(self, outcome: Report) -> Report:
         if os.getpid() != self.process:
@@ -81,7 +76,7 @@ class OneOfSeveral(Replica):
             )
         if self.telling is not None:
             self.telling(name)
-        block = nullcontext() if self.device_streams is None else self.device_streams.standing_still()
+        block = NO_SIDE_STREAM if self.device_streams is None else self.device_streams.standing_still()
         with block as side, traced("wait at {}", name):
             answer = self._report(Synchronizing(self.index, name, combine, brought))
         if side:
@@ -92,6 +87,14 @@ class OneOfSeveral(Replica):
         if os.getpid() != self.process:
             raise RuntimeError(_FORKED.format(replica=self.index))
         return self.stand_still(report)
+
+
+def _ending_streams(streams: DeviceStreams, step: Callable[[], Tree]) -> Tree:
+    """Calls a step that works on streams."""
+    try:
+        return step()
+    finally:
+        streams.end_step()
 
 
 def await_turn(inbox: SimpleQueue[Any], reports: SimpleQueue[Report], report: Report) -> Tree:

@@ -31,7 +31,7 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.device_streams import DeviceStreams, keep_for
+from torchstrategy._execution.device_streams import NO_SIDE_STREAM, DeviceStreams, keep_for
 from torchstrategy._execution.instruments import held, reached
 from torchstrategy._execution.replica_weights import ReplicaWeights
 
@@ -125,7 +125,7 @@ class InlineReplica(Replica):
         # the caller's thread, so its frame and its default device have to be put aside for a while.
         # See Note [Who may call what on which thread].
         with (
-            nullcontext() if self.device_streams is None else self.device_streams.standing_still() as side,
+            NO_SIDE_STREAM if self.device_streams is None else self.device_streams.standing_still() as side,
             nowhere(),
             in_use(self.callers_device),
             self.combining(),

@@ -21,7 +21,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, final
 
@@ -168,7 +168,7 @@ class _Run:
         turns, devices = begins(len(replicas.devices)), replicas.devices
         streams = {} if device_streams is None else device_streams.callers
         self._state, self._callers_device = CallerState(streams), torch.get_default_device()
-        self._device_streams = device_streams
+        self._replica = functools.partial(OneOfSeveral, device_streams=device_streams)
         # Calls what acts for the caller where a replica is on this thread: it sees the caller's context variables.
         self._outside: Callable[..., Tree] = self._state.variables.copy().run
         self._all, self._call = replicas, call
@@ -227,7 +227,8 @@ class _Run:
         for r in sorted(self._to_send):
             if self._to_send.get(r) is not _BEGIN or self._errors:
                 return
-            here = self._replica(r, functools.partial(self._outside, self._meet))
+            stand_still = functools.partial(self._outside, self._meet)
+            here = self._replica(r, self._all.devices[r], stand_still=stand_still)
             self._take_turn(r)
             report = here.perform(self._state.run_here, self._call)
             del here.stand_still  # else the replica and this run would refer to each other
@@ -235,9 +236,6 @@ class _Run:
             del report  # its error may refer to this frame
             if self._interruption is not None:
                 raise self._interruption
-
-    def _replica(self, r: int, stand_still: Callable[[Report], Tree]) -> OneOfSeveral:
-        return OneOfSeveral(r, self._all.devices[r], stand_still=stand_still, device_streams=self._device_streams)
 
     def _meet(self, report: Report) -> Tree:
         """Lets the other replicas come to where the one on this thread stands still. Returns what this one gets.
@@ -300,7 +298,7 @@ class _Run:
         inbox = self._threads.inboxes[r]
         if message is _BEGIN:
             wait = functools.partial(await_turn, inbox, self._reports)
-            self._on_threads[r] = replica = self._replica(r, wait)
+            self._on_threads[r] = replica = self._replica(r, self._all.devices[r], stand_still=wait)
             message = functools.partial(replica.serve, self._state.run_in, self._call, self._reports)
         inbox.put(message)
 
@@ -419,10 +417,21 @@ class Replicas:
             RuntimeError: If the replicas came to different synchronization points.
         """
         # A single replica has nobody to take turns with, so it runs as a plain step would: on the caller's thread.
-        with nullcontext() if device_streams is None else device_streams.steps():
-            if len(self.devices) == 1:
-                return {0: self._run_alone(call, device_streams)}
-            return _Run(self, call, present, watch, device_streams).result()
+        if device_streams is not None:
+            with device_streams.steps():
+                return self._run(call, present, watch, device_streams)
+        return self._run(call, present, watch, None)
+
+    def _run(
+        self,
+        call: Callable[[Replica], Tree],
+        present: Sequence[int],
+        watch: Watch | None,
+        device_streams: DeviceStreams | None,
+    ) -> dict[int, Tree]:
+        if len(self.devices) == 1:
+            return {0: self._run_alone(call, device_streams)}
+        return _Run(self, call, present, watch, device_streams).result()
 
     def _run_alone(self, call: Callable[[Replica], Tree], device_streams: DeviceStreams | None) -> Tree:
         device = self.devices[0]

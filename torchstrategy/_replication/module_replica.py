@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple, TypeGuard, final
 
 import numpy
@@ -114,17 +115,25 @@ class ReplicaVariable(ReplicaParameter):
 
 
 @final
+class Originals(NamedTuple):
+    """What all replicas have copies of, for as long as the copies live."""
+
+    roots: Sequence[nn.Module]  # the user's modules that are part of no other
+    modules: Sequence[nn.Module]  # these and all modules below them
+    parameters: TrackedTensors
+    buffers: TrackedTensors
+    slots: Sequence[tuple[int, str]]  # where each of the buffers is: the position of its module, and its name there
+    late: Late  # the plain attributes that are copied when a step reads them
+    kept: KeptByHooks  # what the hooks of the modules keep
+
+
+@final
 class ModuleReplica:
     """The copies of the user's modules that one replica has.
 
     Args:
-        roots: The user's modules that are part of no other.
-        modules: These and all modules below them.
-        parameters: Their parameters.
-        buffers: Their buffers.
-        slots: Where each of the buffers is: the position of its module, and its name there.
-        late: The plain attributes that are copied when a step reads them.
-        kept: What the hooks of the modules keep.
+        originals: The user's modules, and what they hold. It is not kept, so that modules die with the user's last
+            reference.
         layout: Where the copies are.
         replica: Which replica this is.
 
@@ -132,18 +141,8 @@ class ModuleReplica:
         TypeError: If a module cannot be copied.
     """
 
-    def __init__(
-        self,
-        roots: Sequence[nn.Module],
-        modules: Sequence[nn.Module],
-        parameters: TrackedTensors,
-        buffers: TrackedTensors,
-        slots: Sequence[tuple[int, str]],
-        late: Late,
-        kept: KeptByHooks,
-        layout: Placement,
-        replica: int,
-    ) -> None:
+    def __init__(self, originals: Originals, layout: Placement, replica: int) -> None:
+        roots, modules, parameters, buffers, slots, late, kept = originals
         self.number = replica
         self._which = replica, len(layout.devices)
         self._kept = kept
@@ -294,19 +293,15 @@ class ModuleReplica:
 
     def can_bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> bool:
         """Whether `bring_buffers` can also bring the attributes that the user has set on buffers."""
+        tensors = originals.tensors
+        if not any(map(vars, tensors)):  # mostly, and it needs no Python call for each buffer
+            return True
+        replaced = self.replaced_buffers()
         for index in indices:
-            original = originals.tensors[index]
-            are_plain = all(isinstance(value, PLAIN) for value in vars(original).values())
-            if not are_plain and self._makes_anew(index, original):
+            are_plain = all(isinstance(value, PLAIN) for value in vars(tensors[index]).values())
+            if not are_plain and (index in replaced or _is_other(self.buffers.tensors[index], tensors[index])):
                 return False
         return True
-
-    def _makes_anew(self, index: int, original: torch.Tensor) -> bool:
-        # If the step replaced the buffer, both tensors may be in use in the replica: write on neither, make a new one.
-        # A buffer with a history is from the last step: a write on it would become a part of that graph.
-        own = self.buffers.tensors[index]
-        is_other = own.shape != original.shape or own.dtype != original.dtype
-        return is_other or own.requires_grad or self.has_replaced(index)
 
     def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors, unsure: Set[int]) -> bool:
         """Brings the values of buffers, of which some may agree already.
@@ -314,10 +309,12 @@ class ModuleReplica:
         Returns:
             Whether the replica has other tensors in their place now.
         """
-        tensors, are_others = list(self.buffers.tensors), False
+        tensors, users, are_others = list(self.buffers.tensors), originals.tensors, False
+        replaced = self.replaced_buffers()
         for index in indices:
-            own, original = self.buffers.tensors[index], originals.tensors[index]
-            if self._makes_anew(index, original):
+            own, original = tensors[index], users[index]
+            # If the step replaced the buffer, both tensors may be in use in the replica: write on neither.
+            if index in replaced or _is_other(own, original):
                 own, are_others = original.detach().to(own.device, copy=True), True
                 vars(own).update(vars(original))  # plain values: see `can_bring_buffers`
                 self.local_objects[id(original)] = own
@@ -387,19 +384,23 @@ class ModuleReplica:
         value: torch.Tensor | None = self.insides[position]["_buffers"].get(name)
         return self.buffers.tensors[index] if value is None else value
 
-    def has_replaced(self, index: int) -> bool:
-        """Whether the step put another tensor in the place of a buffer."""
-        return self.buffer(index) is not self.buffers.tensors[index]
+    def replaced_buffers(self) -> set[int]:
+        """The positions of buffers in whose place the step put other tensors."""
+        own = self.buffers.tensors
+        if not own:
+            return set()
+        there = [self.insides[position]["_buffers"].get(name) for position, name in self._slots]
+        if all(map(is_, there, own)):  # mostly
+            return set()
+        return {index for index, value in enumerate(there) if value is not None and value is not own[index]}
 
     def written_buffers(self, originals: TrackedTensors) -> set[int]:
         """The positions of buffers that the step wrote or replaced."""
-        written = self.buffers.written()
-        for index, own in enumerate(self.buffers.tensors):
-            # Torch's kernels write running statistics without counting a version. On the CPU `_buffers` has seen that.
-            is_uncounted = index in originals.running and not own.is_cpu and differ(own, originals.tensors[index])
-            if is_uncounted or self.has_replaced(index):
-                written.add(index)
-        return written
+        # Torch's kernels write running statistics without counting a version. On the CPU `buffers` has seen that.
+        own = self.buffers.tensors
+        elsewhere = [index for index in originals.running if not own[index].is_cpu]
+        uncounted = {index for index in elsewhere if differ(own[index], originals.tensors[index])}
+        return self.buffers.written() | uncounted | self.replaced_buffers()
 
 
 @final
@@ -450,6 +451,12 @@ def _named_values(modules: Sequence[nn.Module], owners: Sequence[torch.Tensor]) 
     for owner in owners:
         if isinstance(owner, Variable) and vars(owner):
             yield owner.name, owner
+
+
+def _is_other(own: torch.Tensor, original: torch.Tensor) -> bool:
+    """Whether a replica's buffer cannot take the value of the user's."""
+    # A buffer with a history is from the last step: a write on it would become a part of that graph.
+    return own.shape != original.shape or own.dtype != original.dtype or own.requires_grad
 
 
 def _is_value(edit: Edit) -> bool:

@@ -141,7 +141,11 @@ class PlainAttributes:
         of_replicas = [replica.buffers.tensors for replica in self.replicas]
         self._users_buffers = list(self.buffers.tensors)
         self._of_buffers = tables_of_tensors(self.buffer_names, self._users_buffers, of_replicas)
+        self._list_users_tables()
         self._fixed_tables = by_path(chain(self._modules.values(), self._of_parameters, self._of_buffers))
+
+    def _list_users_tables(self) -> None:
+        self._users_tables = [table.original for table in (*self._of_parameters, *self._of_buffers)]
 
     def _collect_tables(self) -> None:
         """Lists whatever has attributes: modules and tensors, each as its `__dict__`."""
@@ -172,14 +176,14 @@ class PlainAttributes:
 
     def _are_known(self, owners: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors have the `__dict__`s that they had: `torch.utils.swap_tensors` exchanges these, too."""
-        tables = [table.original for table in (*self._of_parameters, *self._of_buffers)]
-        return all(map(is_, map(vars, chain(owners, self._users_buffers)), tables))
+        return all(map(is_, map(vars, chain(owners, self._users_buffers)), self._users_tables))
 
     def replace_buffer(self, index: int, after: torch.Tensor) -> None:
         """After a run: the user has another tensor in the place of a buffer, as the step made it."""
         vars(after).update(self._of_new_buffers.get(index, {}))
         self._users_buffers[index] = after
         self._of_buffers[index] = self._of_buffers[index]._replace(original=vars(after))
+        self._list_users_tables()
 
     def bring(self, owners: Sequence[torch.Tensor]) -> bool:
         """Before a run: brings what the user changed to the copies. False if the copies have to be made anew.
@@ -283,11 +287,12 @@ class PlainAttributes:
         edits = [edit for r in present for edit in self._known_insides[r].edits() if edit.name not in TABLES]
         edits += [edit for r in present for edit in self._known_tensors_local[r].edits()]
         edits += self._edits_of_new_buffers(present, replaced)
-        edits = [edit for edit in edits if not self._late.is_brought(edit)]
+        if edits:
+            edits = [edit for edit in edits if not self._late.is_brought(edit)]
         changed = {path for r in present for path in self._known_local[r].differing()} if self._containers else set()
-        changed.update(
-            path for one in self._late.brought if one.places for r in present for path in one.local[r].differing()
-        )
+        for one in self._late.brought:
+            if one.places:
+                changed.update(path for r in present for path in one.local[r].differing())
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
             memory = functools.cache(functools.partial(self._memory, [edit.after for edit in edits]))

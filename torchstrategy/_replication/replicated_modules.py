@@ -39,7 +39,7 @@ from torchstrategy._replication.copyable import is_running, refuse_uncopyable, t
 from torchstrategy._replication.kept_by_hooks import KeptByHooks
 from torchstrategy._replication.late_attributes import Later, find_late
 from torchstrategy._replication.metrics import metrics_of
-from torchstrategy._replication.module_replica import ModuleReplica, differ
+from torchstrategy._replication.module_replica import ModuleReplica, Originals, differ
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
@@ -109,8 +109,8 @@ class ReplicatedModules:
         large = find_late(modules, self._insides)
         waiting = [(i, name) for i, name in large if id(self._insides[i][name]) not in self.kept.own[0]]
         late = {(i, name): Later(f"{self._paths[i]}.{name}") for i, name in waiting}
-        originals = roots, modules, self._parameters, self._buffers, self._slots, late, self.kept
-        self.replicas = [ModuleReplica(*originals, layout, r) for r in range(len(layout.devices))]
+        originals = Originals(roots, modules, self._parameters, self._buffers, self._slots, late, self.kept)
+        self.replicas = [ModuleReplica(originals, layout, r) for r in range(len(layout.devices))]
         self._trained = requires_grad_of(self.owners)  # of the parameters of all replicas
         self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
         self._watch_parameters()
@@ -310,8 +310,8 @@ class ReplicatedModules:
         if made:
             self._workers.compare("what the step did to buffers and hooks:", ", ".join(made))
         self._written = [self.replicas[r].written_buffers(self._buffers) for r in weights.present]
-        replaced = [i for i in set().union(*self._written) if any(r.has_replaced(i) for r in self._present(weights))]
-        self.attributes.put_together(weights, self._with_copies, self._look, sorted(replaced))
+        replaced = sorted(set().union(*(replica.replaced_buffers() for replica in self._present(weights))))
+        self.attributes.put_together(weights, self._with_copies, self._look, replaced)
         if self._workers.count > 1:
             worker_values.mention_writes(self._workers, set().union(*self._written), [self.attributes, *writers])
 
@@ -340,10 +340,10 @@ class ReplicatedModules:
         if not trained == self._trained == requires_grad_of(self.owners):
             train(self.owners, trained)
             self._trained = []  # unknown: replicas without rows may have others
-        replaced = {i: value for i, value in values.items() if lead.has_replaced(i) or not self._buffers.fits(i, value)}
-        for index, value in values.items():
-            if index not in replaced:
-                self._buffers.take(index, value)
+        elsewhere = lead.replaced_buffers()
+        replaced = {i: value for i, value in values.items() if i in elsewhere or not self._buffers.fits(i, value)}
+        for index in [index for index in values if index not in replaced]:
+            self._buffers.take(index, values[index])
         if replaced:
             self._replace_buffers(replaced, lead)
         if self._workers.count > 1:

@@ -196,11 +196,11 @@ class ReplicatedExtended(StrategyExtended):
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
         weights = self._weights(storage, leaves, options)
-        uncounted = storage.as_before() if weights.is_understudy else nullcontext()
-        caching = parametrizations_computed_anew() if are_parametrizations_cached() else nullcontext()
+        uncounted = storage.as_before() if weights.is_understudy else _NO_BLOCK
+        caching = parametrizations_computed_anew() if are_parametrizations_cached() else _NO_BLOCK
         streams = DeviceStreams(self._accelerators, self._side_streams) if self._accelerators else None
         run = storage.begin_run(weights, fn, leaves, lambda: Frame(strategy))
-        with streams or nullcontext(), run as run_state, uncounted, caching:
+        with streams or _NO_BLOCK, run as run_state, uncounted, caching:
 
             def call(replica: Replica) -> Tree:
                 given = distributed_values.for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
@@ -436,6 +436,8 @@ def _require_callable(fn: object) -> None:
 def _holds_tensors(value: Tree) -> bool:
     return type(value) is PerReplica and all(isinstance(component, torch.Tensor) for component in value.values)
 
+
+_NO_BLOCK: AbstractContextManager[None] = nullcontext()
 
 _NOT_RUN = (
     "The step is a function with yield, or an async one: its call returned a {}, and ran nothing yet. Whoever runs it "

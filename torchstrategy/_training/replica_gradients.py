@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar, final
@@ -20,6 +20,7 @@ import torch
 
 from torchstrategy._core import torch_internals
 from torchstrategy._core.torch_internals import num_nodes, raw_grad, raw_grads, set_raw_grad, take_raw_grads, version
+from torchstrategy._execution.device_streams import NO_SIDE_STREAM
 from torchstrategy._execution.replica import Replica
 from torchstrategy._variables.variable import plain_data, set_plain_data
 
@@ -308,7 +309,7 @@ class ReplicaGradients:
         """A block in which this thread, that of the replica, works on the caller's streams."""
         assert self.replica is not None
         streams = self.replica.device_streams
-        return nullcontext() if streams is None else streams.standing_still()
+        return NO_SIDE_STREAM if streams is None else streams.standing_still()
 
     def read(self, index: int) -> torch.Tensor | None:
         """The gradient of one parameter, of the whole batch: a synchronization point if it may be incomplete.

@@ -114,6 +114,15 @@ def test_a_forgotten_entry_counts_as_changed_until_the_snapshot_is_taken() -> No
     assert snapshot.is_same()
 
 
+def test_an_entry_that_is_forgotten_in_an_empty_table_counts_as_changed() -> None:
+    # Tables that are empty are not read: the one that was forgotten is to be seen nevertheless.
+    snapshot = Snapshot({0: {}})
+    snapshot.forget(0, "a")
+    assert [(edit.name, edit.after) for edit in snapshot.edits()] == [("a", MISSING)]
+    snapshot.take()
+    assert snapshot.is_same()
+
+
 def test_an_edit_can_be_made_in_another_table() -> None:
     before, after, other = {"a": 1, "b": 2}, {"b": 3, "c": 4}, {"a": 1, "b": 2, "d": 5}
     for edit in edits(before, after):
