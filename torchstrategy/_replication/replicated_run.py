@@ -304,13 +304,12 @@ class ReplicatedRun(OptimizerHost):
         changes = self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
         with undisturbed():
-            # The exchange of `reduce` also tells whether the workers wrote alike.
             for writer in self._writers:
                 writer.put_together()
-            self.copies.replicated.put_together(self.replica_weights, changes, self._writers)
-            self.copies.gradients.reduce(can_wait=True)
+            self.copies.replicated.put_together(self.replica_weights, changes)
+            self.copies.gradients.reduce(can_wait=True)  # it also tells whether the workers wrote the same buffers
             self.copies.replicated.check_workers()
-            self.copies.replicated.return_to_originals(self.replica_weights, changes, self._writers)
+            self.copies.replicated.return_to_originals(self.replica_weights, changes)
         # A list, since all are written.
         if any([writer.write_back() for writer in self._writers]):
             self.copies.gradients.deliver_late_ones()

@@ -261,7 +261,7 @@ class ReplicatedStorage(Storage):
         has_others, n = self.layout.workers.count > 1, len(self.devices)
         kept = self._kept_by_hooks(copies, replica_weights, named, [fn, *leaves])
         of_hooks = set() if kept is None else kept.known
-        named_trainers = named.trainers() if n > 1 or has_others else []
+        named_trainers = named.trainers() if n > 1 else []
         named_trainers = [pair for pair in named_trainers if id(pair[1]) not in of_hooks]
         of_run = n, replica_weights.present, has_others, replica_weights.is_understudy
         trainers = [Trainer(thing, *of_run) for _, thing in named_trainers if is_all_in_dict(thing)]
