@@ -76,7 +76,7 @@ class Trainer:
 
 
 def of_workers(replicas: int) -> dict[str, Any]:
-    """What a trainer and its model have kept in this worker, and what plain PyTorch keeps of its first replica's rows."""
+    """What a trainer and its model have kept, and what plain PyTorch keeps of the rows of the first replica here."""
     strategy = strategy_of(replicas)
     with strategy.scope():
         trainer = Trainer()

@@ -36,7 +36,6 @@ class ReplicaWeights:
         is_understudy: Whether no replica of this worker takes part. Then the first one runs the step all the same, so
             that this worker comes to all exchanges with the others, and nothing that it computes counts.
         total_weight: The sum of the weights of all replicas of all workers.
-        streams_agree: Whether the random generators of all workers were in the same state when the run began.
         has_news: Whether one of several workers has modules or variables that no run has had yet.
     """
 
@@ -47,7 +46,6 @@ class ReplicaWeights:
     lead_worker: int = 0
     is_understudy: bool = False
     total_weight: float = 1.0
-    streams_agree: bool = True
     has_news: bool = False
 
     @cached_property
@@ -80,7 +78,6 @@ class ReplicaWeights:
         options: RunOptions,
         default: ReduceOp,
         workers: Workers = LONE,
-        mark: int = 0,
         has_news: bool = False,
     ) -> ReplicaWeights:
         """The weights for one run whose arguments have these leaves.
@@ -91,7 +88,6 @@ class ReplicaWeights:
             options: What the user has said about the run.
             default: How gradients become one, where the options do not say.
             workers: The processes that train together.
-            mark: A number that tells whether the random generators of the workers agree.
             has_news: Whether this worker has modules or variables that no run has had yet.
 
         Raises:
@@ -105,7 +101,7 @@ class ReplicaWeights:
         distributed = [leaf._components for leaf in leaves if isinstance(leaf, DistributedValues)]
         absent = {r for components in distributed for r, value in enumerate(components) if value is ABSENT}
         own = [_Told(float(examples[r]), r in absent, rows is None or rows[r] > 0) for r in range(num_replicas)]
-        of_all = [_OfWorker(own, mark, has_news, workers.is_asked_to_leave)]
+        of_all = [_OfWorker(own, has_news, workers.is_asked_to_leave)]
         if workers.count > 1:
             workers.compare("RunOptions", (reduction, options.run_empty_replicas))
             told = workers.all_gather_bytes(of_all[0].packed(), "the beginning of a run")
@@ -114,11 +110,7 @@ class ReplicaWeights:
         everyone = list(chain.from_iterable(one.replicas for one in of_all))
         runs_empty = options.run_empty_replicas
         weights = cls._of_everyone(everyone, num_replicas, runs_empty, reduction, workers.index, workers.count)
-        return replace(
-            weights,
-            streams_agree=len({one.mark for one in of_all}) == 1,
-            has_news=any(one.has_news for one in of_all),
-        )
+        return replace(weights, has_news=any(one.has_news for one in of_all))
 
     @classmethod
     def of_lone_replicas(
@@ -206,24 +198,23 @@ class _OfWorker(NamedTuple):
     """What a worker tells the others when a run begins. Every run sends it, so the bytes are few and quickly made."""
 
     replicas: list[_Told]
-    mark: int  # tells whether the random generators of the workers agree
     has_news: bool
     is_asked_to_leave: bool
 
     def packed(self) -> bytes:
         numbers = chain.from_iterable(self.replicas)
-        kinds = f"<I2?{len(self.replicas) * 'd2?'}"
-        return struct.pack(kinds, self.mark, self.has_news, self.is_asked_to_leave, *numbers)
+        kinds = f"<2?{len(self.replicas) * 'd2?'}"
+        return struct.pack(kinds, self.has_news, self.is_asked_to_leave, *numbers)
 
     @classmethod
     def unpacked(cls, data: bytes) -> _OfWorker:
         count = (len(data) - _HEAD) // _OF_REPLICA
-        mark, has_news, is_asked, *numbers = struct.unpack(f"<I2?{count * 'd2?'}", data)
+        has_news, is_asked, *numbers = struct.unpack(f"<2?{count * 'd2?'}", data)
         replicas = [_Told(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
-        return cls(replicas, mark, has_news, is_asked)
+        return cls(replicas, has_news, is_asked)
 
 
-_HEAD, _OF_REPLICA = struct.calcsize("<I2?"), struct.calcsize("<d2?")
+_HEAD, _OF_REPLICA = struct.calcsize("<2?"), struct.calcsize("<d2?")
 
 
 def _rows(leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp) -> tuple[int, ...] | None:

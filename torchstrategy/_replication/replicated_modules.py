@@ -200,7 +200,7 @@ class ReplicatedModules:
         return are_known and are_same(list(map(vars, originals)), self._insides)  # somebody may write a `__dict__`
 
     def check_workers(self) -> None:
-        """Refuses a run that another worker has begun with other values. Called after the first exchange of the run."""
+        """Refuses a run that another worker has begun with other values. Called after an exchange in the run."""
         if BETWEEN_RUNS in self._workers.differing:
             self._workers.differing.discard(BETWEEN_RUNS)
             names, tensors = [*self.names, *self._buffer_names], [*self.owners, *self._buffers.tensors]

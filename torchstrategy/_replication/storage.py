@@ -219,7 +219,7 @@ class ReplicatedStorage(Storage):
             self._in_use[copies] = run_state  # 3
             for metric in copies.replicated.metrics:  # 4
                 metric.hand_out(replica_weights)
-            copies.gradients.begin(replica_weights, run_state.outsiders, run_state.together)  # 5
+            copies.gradients.begin(replica_weights, run_state.outsiders, run_state)  # 5
             install(originals, copies)  # 6
             yield run_state
             uninstall(originals, copies)
