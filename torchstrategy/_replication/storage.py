@@ -417,9 +417,6 @@ class ReplicatedStorage(Storage):
             for copies in self._standing_still():
                 copies.begin_step(optimizer)
 
-    def changed_arguments(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called with the arguments of each step of an optimizer, which stay as they are."""
-
     def after_any_step(self, optimizer: Optimizer) -> None:
         """Called after any optimizer in the process has taken a step, on its thread."""
         if self.layout.is_mirrored and id(optimizer) in self._optimizers:
