@@ -8,13 +8,9 @@ from typing import Any
 import torch
 
 import torchstrategy
-from torchstrategy import DistributedValues
 from workers.trainings import Net, batches, cross_entropy, strategy_of
 
 SIZES = (7, 7, 1, 5, 7)  # in the third batch all workers but the first are understudies
-
-
-OF_REPLICAS = ("hidden", "graph", "trainer loss", "trainer number", "trainer rows")
 
 
 class Writing(Net):
@@ -79,58 +75,61 @@ class Trainer:
         self.rows = self.rows + len(batch[0])
 
 
-def written(strategy: torchstrategy.Strategy) -> dict[str, Any]:
-    """The attributes after each step. Of a value for each replica: those of the replicas of this worker."""
-    with strategy.scope():
-        trainer = Trainer()
-    of_steps = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for batch in strategy.experimental_distribute_dataset(batches(SIZES)):
-            strategy.run(trainer.step, args=(batch,))
-            own = [name for name in vars(trainer.model) if name in vars(Writing()) and not name.startswith("_")]
-            found = {name: vars(trainer.model)[name] for name in own if name not in ("training", "marked")}
-            found["marked"] = dict(vars(trainer.model.head.weight))
-            found.update({f"trainer {name}": vars(trainer)[name] for name in ("steps", "number", "loss", "rows")})
-            of_steps.append({name: _plain(value) for name, value in found.items()})
-        if isinstance(trainer.rows, DistributedValues):
-            of_steps[-1]["reduced rows"] = strategy.reduce("sum", trainer.rows, axis=None).item()
-            of_steps[-1]["reduced loss"] = strategy.reduce("mean", trainer.loss, axis=None).item()
-    names = sorted(str(one.message).partition(" has other")[0] for one in caught)
-    return {"steps": of_steps, "model": trainer.model.state_dict(), "warned": names}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, DistributedValues):
-        return [_plain(one) for one in value.values]
-    if isinstance(value, torch.Tensor):
-        return value.detach().round(decimals=10).tolist()
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, float):
-        return round(value, 10)
-    return list(map(_plain, value)) if isinstance(value, (list, tuple)) else value
-
-
 def of_workers(replicas: int) -> dict[str, Any]:
-    return written(strategy_of(replicas))
-
-
-def of_lone_replicas() -> tuple[dict[str, Any], list[list[float]]]:
-    """What a trainer and its model have kept, and the largest number of each row of this worker, by batch."""
-    strategy = strategy_of(1)
+    """What a trainer and its model have kept, and what plain PyTorch keeps of the rows of the first replica here."""
+    strategy = strategy_of(replicas)
     with strategy.scope():
         trainer = Trainer()
-    rows: list[list[float]] = []
+    rows: list[torch.Tensor] = []
 
     def step(batch: Any) -> None:
-        rows.append([row.mean().item() for row in batch[0]])
+        if torchstrategy.get_replica_context().replica_id_in_sync_group % replicas == 0:
+            rows.append(batch[0].clone())
         trainer.step(batch)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        # Replicas of one process tell each other of numbers that differ.
+        warnings.simplefilter("error" if replicas == 1 else "ignore")
         for batch in strategy.experimental_distribute_dataset(batches(SIZES)):
             strategy.run(step, args=(batch,))
-    kinds = {name: type(getattr(trainer, name)).__name__ for name in ("loss", "number", "rows")}
-    losses = trainer.model.losses
-    return {"steps": trainer.steps, "calls": trainer.model.calls, "kinds": kinds, "losses": losses}, rows
+    plain = Writing()
+    for x in rows:
+        plain(x)
+    return {
+        "kept": _kept(trainer.model),
+        "plain": _kept(plain),
+        "rows": list(map(len, rows)),
+        "steps": trainer.steps,
+        "kinds": {name: type(getattr(trainer, name)).__name__ for name in ("loss", "number", "rows")},
+        "weights": trainer.model.state_dict(),
+    }
+
+
+def _kept(model: Writing) -> dict[str, Any]:
+    """All that forward writes on the model, but for outputs of a replica."""
+    names = ("calls", "average", "name", "statistic", "in_place", "losses", "by_name", "pair", "largest", "odd")
+    found = {name: getattr(model, name) for name in names}
+    marked = {name: getattr(model.head.weight, name) for name in ("calls", "average", "last")}
+    return {name: _plain(value) for name, value in {**found, "marked": marked}.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return list(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def of_unlike_kinds() -> None:
+    """What the replicas of worker 0 have alike, and those of worker 1 have not, is summed."""
+    strategy = strategy_of(2)
+    with strategy.scope():
+        trainer = Trainer()
+
+    def step(batch: Any) -> None:
+        trainer.step(batch)
+
+    for batch in strategy.experimental_distribute_dataset(batches((7,))):  # two rows for each replica but the last
+        strategy.run(step, args=(batch,))
+    strategy.reduce("sum", trainer.rows, axis=None)

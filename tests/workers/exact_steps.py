@@ -577,6 +577,7 @@ PROGRAMS: Sequence[Program] = [
     channels_last,
     two_models,
 ]
+NOT_IN_COPIES = [kept_by_the_user]  # what it keeps is put together from all replicas: it has other shapes
 FIRST_BATCHES = {"line_search": 4}  # then rounding grows beyond all bounds, in plain PyTorch too
 LOOSE = {"line_search": 1e-10}
 
@@ -614,6 +615,11 @@ def come_to(strategy: torchstrategy.Strategy, program: Program) -> list[torch.Te
 def of_workers(size: float, programs: Sequence[Program] = PROGRAMS) -> dict[str, list[torch.Tensor]]:
     with large_from(size):
         return {program.__name__: come_to(strategy_of(1), program) for program in programs}
+
+
+def of_copies() -> dict[str, list[torch.Tensor]]:
+    """What a worker with two replicas comes to."""
+    return {program.__name__: come_to(strategy_of(2), program) for program in PROGRAMS if program not in NOT_IN_COPIES}
 
 
 def differ(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:

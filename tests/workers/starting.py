@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,16 @@ def of_a_group_for_devices() -> Any:
     return config, dist.get_backend_config() == config, sums, model.weight.tolist()
 
 
-def of_unequal_workers() -> None:
-    torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"] * (dist.get_rank() + 1))
+def of_unequal_workers(counts: Sequence[int]) -> tuple[str, float]:
+    """What the workers are told, which then make a strategy that fits."""
+    own = counts[dist.get_rank()]
+    try:
+        torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"] * own)
+        told = "nothing"
+    except ValueError as error:
+        told = str(error)
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"] * counts[0])
+    return told, strategy.reduce("sum", strategy.run(lambda: torch.ones(()) * 1), axis=None).item()
 
 
 def drifted(how: str) -> None:

@@ -1,42 +1,37 @@
-"""What steps write on plain attributes of modules and trainers is what replicas of one process come to."""
+"""What steps write on plain attributes of modules and trainers stays in their worker, as under DDP."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-import torchstrategy
 from workers import attributes
 from workers.cluster import cluster
-from workers.trainings import difference
 
 pytestmark = pytest.mark.slow
 
 
-def test_attributes_are_those_of_replicas_in_one_process() -> None:
-    workers, replicas = 2, 2
-    alone = attributes.written(torchstrategy.MirroredStrategy(["cpu"] * workers * replicas))
-    together = cluster(workers).run(attributes.of_workers, replicas)
-    for found in together:
-        # Nobody warns of a tuple that differs between workers only.
-        assert set(alone["warned"]) - {"The attribute Writing.pair[0]"} <= set(found["warned"]) <= set(alone["warned"])
-        assert difference(found["model"], alone["model"]) < 1e-12
-    for i, expected in enumerate(alone["steps"]):
-        for name, value in expected.items():
-            of_workers = [found["steps"][i][name] for found in together]
-            if name in attributes.OF_REPLICAS:
-                # Each worker has the values of its own replicas; one that had no rows has none of its own.
-                flat = [one for of_worker in of_workers for one in of_worker]
-                assert [one for one in flat if one != []] == [one for one in value if one != []], (i, name)
-            elif name.startswith("reduced"):
-                assert of_workers == [pytest.approx(value, rel=1e-12)] * workers
-            else:
-                assert of_workers == [value] * workers, (i, name)
-
-
 def test_attributes_that_a_lone_replica_writes_stay_in_its_worker() -> None:
     """As with `DistributedDataParallel`: forward and trainer are the program's own, and see the worker's rows only."""
-    for w, (found, rows) in enumerate(cluster(3).run(attributes.of_lone_replicas)):
-        assert found["steps"] == found["calls"] == len(attributes.SIZES)
+    for w, found in enumerate(cluster(3).run(attributes.of_workers, 1)):
+        assert found["kept"] == found["plain"]
+        assert found["steps"] == found["kept"]["calls"] == len(attributes.SIZES)
         assert found["kinds"] == {"loss": "Tensor", "number": "float", "rows": "int"}
-        assert found["losses"] == [pytest.approx(sum(batch) / len(batch)) for batch in rows]
-        assert w == 0 or len(rows[2]) == 1  # lent by worker 0
+        assert w == 0 or found["rows"][2] == 1  # lent by worker 0
+
+
+def test_attributes_that_several_replicas_write_become_those_of_the_first_one_in_their_worker() -> None:
+    everyone = cluster(2).run(attributes.of_workers, 2)
+    for found in everyone:
+        assert found["kept"] == found["plain"]
+        assert found["steps"] == found["kept"]["calls"] == len(attributes.SIZES)
+        assert found["kinds"]["loss"] == "PerReplica"  # also of a worker that had no rows in the last step
+    first, second = everyone
+    assert first["kept"]["losses"] != second["kept"]["losses"]
+    assert all(torch.equal(value, second["weights"][name]) for name, value in first["weights"].items())
+
+
+def test_a_trainers_number_that_is_one_in_some_workers_only_is_not_summed() -> None:
+    for outcome in cluster(2).outcomes(attributes.of_unlike_kinds):
+        assert outcome.error is not None
+        assert "A value that is not distributed, 2, cannot be summed over 4 replicas" in outcome.error

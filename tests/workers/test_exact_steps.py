@@ -1,4 +1,4 @@
-"""Workers with one replica use the program's own objects: what a step does with gradients is as in plain PyTorch."""
+"""What a step does with gradients is as in plain PyTorch, with a worker's own objects and with copies of them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,21 @@ def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> 
             wrong[name] = most
         if any(exact_steps.differ(of_worker[name], found[0][name]) for of_worker in found[1:]):
             wrong[f"{name} in some workers"] = math.inf
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_steps_of_copies_compute_the_numbers_of_plain_torch(workers: int) -> None:
+    """Some batches have rows for some replicas of a worker only, and some for none of them."""
+    first, *others = cluster(workers).run(exact_steps.of_copies)
+    wrong = {}
+    for program in exact_steps.PROGRAMS:
+        name, expected = program.__name__, of_plain_torch(program)
+        if name in first:
+            most = exact_steps.differ(first[name], expected)
+            apart = max(exact_steps.differ(other[name], first[name]) for other in others)
+            if apart or not most < exact_steps.LOOSE.get(name, 1e-12):
+                wrong[name] = most, apart
     assert wrong == {}
 
 

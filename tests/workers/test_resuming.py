@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -25,6 +27,18 @@ def test_a_training_goes_on_in_fewer_processes_and_in_one(steps: tuple[int, int,
         *cluster(3).run(resuming.of_workers, 1, of_two[1], last),  # or in more
     ]
     for one in found:
+        assert difference(one["model"], expected["model"]) < 1e-12
+        assert one["scheduler"]["_last_lr"] == expected["scheduler"]["_last_lr"]
+        assert torch.equal(one["random"], expected["random"])
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (3, 1), (2, 2)])
+def test_a_checkpoint_of_workers_that_had_copies_goes_on(workers: int, replicas: int) -> None:
+    """It was saved by 0.1.0 in worker 1 of two with one replica each, after 4 steps, within the second epoch."""
+    saved = torch.load(Path(__file__).with_name("saved_with_copies.pt"), weights_only=True)
+    expected = resuming.of_steps(torchstrategy.get_strategy(), None, 9)
+    found = cluster(workers).run(resuming.of_workers, replicas, saved, 9)
+    for one in [*found, resuming.of_steps(torchstrategy.OneDeviceStrategy("cpu"), saved, 9)]:
         assert difference(one["model"], expected["model"]) < 1e-12
         assert one["scheduler"]["_last_lr"] == expected["scheduler"]["_last_lr"]
         assert torch.equal(one["random"], expected["random"])

@@ -14,7 +14,7 @@ import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -26,19 +26,6 @@ from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.tree import tree_flatten
-
-
-class Told(NamedTuple):
-    """What a process tells the others of a value that its replicas wrote."""
-
-    text: str  # it differs where two values do
-    value: Any
-    is_own: bool  # whether values that differ stay what they are in each process; else one process decides
-    path: str = ""  # what to call it in a warning; empty: nobody is warned
-
-
-KEPT = ""  # the text of a process whose value stays that from before the run, since it takes no part
-NOTHING = Told("\0", ABSENT, False)  # of a process that wrote no value, whose text differs from that of any value
 
 
 class Translation:
@@ -135,7 +122,7 @@ class Trainer:
             if is_replaced or translation.is_written(before, self.present):
                 self._merged[name] = self._merged_value(name, now)
 
-    def _merged_value(self, name: Any, of_replicas: Sequence[Any], is_own: bool = False) -> Any:
+    def _merged_value(self, name: Any, of_replicas: Sequence[Any]) -> Any:
         """The value for the user's trainer; `MISSING` if it is to have none."""
         before = self._known.get(name, MISSING)
         if self.is_understudy and isinstance(before, PerReplica):
@@ -144,12 +131,13 @@ class Trainer:
         present = range(self.num_replicas) if isinstance(before, PerReplica) else self.present
         values = [value if r in present else ABSENT for r, value in enumerate(of_replicas)]
         first, *others = self._as_users_have(value for value in values if value is not ABSENT)
+        # What another process has is another tensor.
+        is_own = self.has_others and isinstance(first, torch.Tensor)
         if not self.has_others and self._translation.is_written(before, self.present):
             array = self._translation.merged_array(before, values)
             if array is not MISSING:
                 return array
             is_own = True
-        is_own |= self.has_others and isinstance(first, torch.Tensor)  # another process has another tensor
         if not is_own and all(_are_equal(value, first) for value in others):
             return first
         is_kept = self.translation is not None
@@ -179,22 +167,6 @@ class Trainer:
 
     def _as_users_have(self, values: Iterable[Any]) -> list[Any]:
         return [self._translation.of_users(value) for value in values]
-
-    def told(self) -> dict[Any, Told]:
-        """What is one value in this process, for the others to compare."""
-        told = {name: Told(repr(v), v, True) for name, v in self._merged.items() if isinstance(v, _PLAIN)}
-        kept = [name for name in self._merged if self.is_understudy and type(self._known.get(name)) is PerReplica]
-        return {**told, **dict.fromkeys(kept, Told(KEPT, None, True))}
-
-    def keep(self, key: Any) -> None:
-        """Replicas of other processes have another value."""
-        value = self._merged.get(key, self._known.get(key, MISSING))
-        if not isinstance(value, PerReplica) and value is not MISSING:
-            self._merged[key] = self._merged_value(key, [value] * self.num_replicas, is_own=True)
-
-    def put(self, key: Any, value: Any) -> None:
-        """All replicas whose rows count have this value."""
-        self._merged[key] = self._known.get(key, MISSING) if value is ABSENT else value
 
     def write_back(self) -> bool:
         """Writes the attributes on the user's trainer. Returns whether somebody may call backward on one of them."""

@@ -9,7 +9,7 @@ Tensors of several replicas come in; copies of them on other devices, or their s
     wire                values as bytes that hold no code, as workers send them to each other
     workers             the processes that train together, as one of them sees the others
     comparisons         what workers compare, as bytes and in words
-    reductions          the arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values fit together
+    reductions          the arithmetic of `Strategy.reduce` and `Strategy.gather`, and sums of sparse gradients
     bounded             calls that may never return
     inherited           what a process that is forked from a worker gives back
     lifelines           connections between all workers, by which they hear why and that one of them is lost

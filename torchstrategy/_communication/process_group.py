@@ -223,11 +223,6 @@ class ProcessGroup(Workers):
 
         return arrived
 
-    def add_up(self, table: torch.Tensor, name: str) -> torch.Tensor:
-        of_all = self._meet(self._at(name), tuple(table.shape), digest(table.numpy().tobytes()))
-        # The tables are seldom different.
-        return table * self.count if len(set(of_all)) == 1 else self.all_reduce([table], name)[0]
-
     def all_gather(self, tensor: torch.Tensor, axis: int, name: str) -> list[torch.Tensor]:
         front = tensor.detach().movedim(axis, 0).contiguous()
         rest = f"rows of shape {tuple(front.shape[1:])} and {front.dtype}"
@@ -255,6 +250,10 @@ class ProcessGroup(Workers):
 
     def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         return self._meet(self._at(name), (), data)
+
+    def all_gather_alike(self, data: bytes, name: str) -> list[bytes]:
+        of_all = self.all_gather_bytes(digest(data), name)
+        return [data] * self.count if len(set(of_all)) == 1 else self.all_gather_bytes(data, name)
 
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
         try:

@@ -1,4 +1,4 @@
-"""The arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values can be added up or put together."""
+"""The arithmetic of `Strategy.reduce` and `Strategy.gather`, which values fit together, and sums of sparse tensors."""
 
 from __future__ import annotations
 
@@ -153,3 +153,22 @@ def gathered(
         return whole
     whole = whole if matter else whole.narrow(axis, 0, 0)
     return torch.cat(workers.all_gather(whole, axis % whole.dim(), f"gather(axis={axis})"), axis)
+
+
+def sum_of_sparse(workers: Workers, own: torch.Tensor | None, parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """The sum of the workers' weighted gradients of a parameter, all of which are sparse.
+
+    Args:
+        workers: The processes that train together.
+        own: The gradient of this worker; None if it has none.
+        parameter: The parameter.
+        name: The name of the exchange.
+    """
+    if own is None:
+        nowhere = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        nothing = parameter.new_empty((0, *parameter.shape[1:]))
+        own = torch.sparse_coo_tensor(nowhere, nothing, parameter.shape, check_invariants=False)
+    own = own.coalesce()
+    indices = torch.cat(workers.all_gather(own.indices(), 1, name), 1)
+    values = torch.cat(workers.all_gather(own.values(), 0, name))
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()

@@ -116,16 +116,16 @@ class Workers:
         """
         return lambda: None
 
-    def add_up(self, table: torch.Tensor, name: str) -> torch.Tensor:
-        """The sum of tables of whole numbers, which are mostly the same in all workers."""
-        return table
-
     def all_gather(self, tensor: torch.Tensor, axis: int, name: str) -> list[torch.Tensor]:
         """The tensors of all workers, in their order. They may differ in the length of `axis`."""
         return [tensor]
 
     def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """The bytes of all workers, in their order."""
+        return [data]
+
+    def all_gather_alike(self, data: bytes, name: str) -> list[bytes]:
+        """The bytes of all workers, in their order. Mostly they are the same, and then only a digest is sent."""
         return [data]
 
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
@@ -218,9 +218,10 @@ def _note(error: BaseException, mark: str, value: object) -> None:
 _REFUSAL, _OF_ALL = "_torchstrategy_refusal", "_torchstrategy_of_all"
 
 BETWEEN_RUNS = "what was written between runs"
-IN_RUN = "what a step wrote"
+IN_RUN = "the buffers that a step wrote"
 ROWS = "the rows of a batch"
-MENTIONED = (BETWEEN_RUNS, IN_RUN, ROWS)
+STREAMS = "the random generators"
+MENTIONED = (BETWEEN_RUNS, IN_RUN, ROWS, STREAMS)
 
 
 def digest(data: bytes) -> bytes:

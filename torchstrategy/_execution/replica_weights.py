@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, final
@@ -36,7 +36,6 @@ class ReplicaWeights:
         is_understudy: Whether no replica of this worker takes part. Then the first one runs the step all the same, so
             that this worker comes to all exchanges with the others, and nothing that it computes counts.
         total_weight: The sum of the weights of all replicas of all workers.
-        streams_agree: Whether the random generators of all workers were in the same state when the run began.
         has_news: Whether one of several workers has modules or variables that no run has had yet.
     """
 
@@ -47,7 +46,6 @@ class ReplicaWeights:
     lead_worker: int = 0
     is_understudy: bool = False
     total_weight: float = 1.0
-    streams_agree: bool = True
     has_news: bool = False
 
     @cached_property
@@ -80,7 +78,6 @@ class ReplicaWeights:
         options: RunOptions,
         default: ReduceOp,
         workers: Workers = LONE,
-        mark: int = 0,
         has_news: bool = False,
     ) -> ReplicaWeights:
         """The weights for one run whose arguments have these leaves.
@@ -91,7 +88,6 @@ class ReplicaWeights:
             options: What the user has said about the run.
             default: How gradients become one, where the options do not say.
             workers: The processes that train together.
-            mark: A number that tells whether the random generators of the workers agree.
             has_news: Whether this worker has modules or variables that no run has had yet.
 
         Raises:
@@ -105,19 +101,22 @@ class ReplicaWeights:
         distributed = [leaf._components for leaf in leaves if isinstance(leaf, DistributedValues)]
         absent = {r for components in distributed for r, value in enumerate(components) if value is ABSENT}
         own = [_Told(float(examples[r]), r in absent, rows is None or rows[r] > 0) for r in range(num_replicas)]
-        of_all = [_OfWorker(own, mark, has_news, workers.is_asked_to_leave)]
+        of_all = [_OfWorker(own, has_news, workers.is_asked_to_leave)]
         if workers.count > 1:
             workers.compare("RunOptions", (reduction, options.run_empty_replicas))
             told = workers.all_gather_bytes(of_all[0].packed(), "the beginning of a run")
             of_all = list(map(_OfWorker.unpacked, told))
-        workers.all_leave = any(one.is_asked_to_leave for one in of_all)
-        everyone = list(chain.from_iterable(one.replicas for one in of_all))
-        runs_empty = options.run_empty_replicas
-        weights = cls._of_everyone(everyone, num_replicas, runs_empty, reduction, workers.index, workers.count)
-        return replace(
-            weights,
-            streams_agree=len({one.mark for one in of_all}) == 1,
-            has_news=any(one.has_news for one in of_all),
+        of_workers, have_news, are_asked = zip(*of_all, strict=True)
+        workers.all_leave = any(are_asked)
+        everyone = list(chain.from_iterable(of_workers))
+        return cls._of_everyone(
+            everyone,
+            num_replicas,
+            options.run_empty_replicas,
+            reduction,
+            workers.index,
+            workers.count,
+            has_news=any(have_news),
         )
 
     @classmethod
@@ -152,6 +151,7 @@ class ReplicaWeights:
         reduction: ReduceOp,
         index: int,
         count: int,
+        has_news: bool = False,
     ) -> ReplicaWeights:
         """The weights, from what is known of each replica of all `count` workers, of which this is number `index`."""
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
@@ -173,6 +173,7 @@ class ReplicaWeights:
             lead_worker=takes_part.index(True) // num_replicas if any(takes_part) else 0,
             is_understudy=not present,
             total_weight=1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, weights))),
+            has_news=has_news,
         )
 
 
@@ -206,24 +207,23 @@ class _OfWorker(NamedTuple):
     """What a worker tells the others when a run begins. Every run sends it, so the bytes are few and quickly made."""
 
     replicas: list[_Told]
-    mark: int  # tells whether the random generators of the workers agree
     has_news: bool
     is_asked_to_leave: bool
 
     def packed(self) -> bytes:
         numbers = chain.from_iterable(self.replicas)
-        kinds = f"<I2?{len(self.replicas) * 'd2?'}"
-        return struct.pack(kinds, self.mark, self.has_news, self.is_asked_to_leave, *numbers)
+        kinds = f"<2?{len(self.replicas) * 'd2?'}"
+        return struct.pack(kinds, self.has_news, self.is_asked_to_leave, *numbers)
 
     @classmethod
     def unpacked(cls, data: bytes) -> _OfWorker:
         count = (len(data) - _HEAD) // _OF_REPLICA
-        mark, has_news, is_asked, *numbers = struct.unpack(f"<I2?{count * 'd2?'}", data)
+        has_news, is_asked, *numbers = struct.unpack(f"<2?{count * 'd2?'}", data)
         replicas = [_Told(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
-        return cls(replicas, mark, has_news, is_asked)
+        return cls(replicas, has_news, is_asked)
 
 
-_HEAD, _OF_REPLICA = struct.calcsize("<I2?"), struct.calcsize("<d2?")
+_HEAD, _OF_REPLICA = struct.calcsize("<2?"), struct.calcsize("<d2?")
 
 
 def _rows(leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp) -> tuple[int, ...] | None:

@@ -32,7 +32,6 @@ from torchstrategy._binding.module_traversal import HOOK_TABLES, held_plainly
 from torchstrategy._binding.object_attributes import (
     KeptContainer,
     SharedGlobal,
-    Told,
     Trainer,
     Translation,
     written_globally,
@@ -64,7 +63,6 @@ class KeptByHooks:
         modules: The modules.
         known: Further objects of which replicas have copies: parameters and buffers.
         devices: Where the replicas are.
-        is_lone: Whether there is one replica in this process, and others are in other processes. It has the user's own.
 
     Attributes:
         own: By replica, by the id of a container, a variable or a tensor of the user's: the replica's own. A replica's
@@ -73,12 +71,9 @@ class KeptByHooks:
         is_under_way: Whether a run has these copies.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module], known: Iterable[object], devices: Sequence[Device], is_lone: bool
-    ) -> None:
-        self._is_lone = is_lone
+    def __init__(self, modules: Sequence[nn.Module], known: Iterable[object], devices: Sequence[Device]) -> None:
         self.is_under_way = False
-        self.hooks = [] if is_lone else [hook for hook in hooks_of(modules) if not _keeps_nothing(hook)]
+        self.hooks = [hook for hook in hooks_of(modules) if not _keeps_nothing(hook)]
         self._left_out = {*map(id, modules), *map(id, known)}
         # Of tensors in plain attributes, and in what these hold, the copies of the modules have copies.
         for module in modules if self.hooks else ():
@@ -95,8 +90,6 @@ class KeptByHooks:
             others: Modules that all replicas share, whose hooks run in replicas, too.
         """
         found = self.reached = References(self._left_out)
-        if self._is_lone:
-            return found
         for hook in self.hooks:
             found.look_at("a hook", hook)
         for hook in self._shared_hooks(others):
@@ -136,7 +129,7 @@ class KeptByHooks:
             users: Returns, by the ids of the replicas' objects, the user's objects in their place.
             has_others: Whether other processes have replicas, too.
         """
-        if self._is_lone or not (self.hooks or self._shared_hooks(others)):
+        if not (self.hooks or self._shared_hooks(others)):
             return None
         found = self.look(others)
         if not (found.things or found.shared or found.stored):
@@ -352,28 +345,6 @@ class KeptInRun(Translation):
             if self._arrays.is_written(self._arrays.known[key], self._present):
                 raise RuntimeError(written_globally(self._named[key]))
         self._arrays.check_merged(self._present, self._named)
-
-    def told(self) -> dict[Any, Told]:
-        """What is one value in this process, for the others to compare."""
-        told: dict[Any, Told] = {}
-        for i, part in enumerate(self.parts):
-            for name, one in part.told().items():
-                key = name if isinstance(name, str) else name[1]
-                if isinstance(key, (str, int, type(None))):
-                    told[i, name] = one
-        return told
-
-    def keep(self, key: Any) -> None:
-        """Replicas of other processes have another value."""
-        i, name = key
-        if i < len(self.parts):
-            self.parts[i].keep(name)
-
-    def put(self, key: Any, value: Any) -> None:
-        """All replicas whose rows count have this value."""
-        i, name = key
-        if i < len(self.parts):
-            self.parts[i].put(name, value)
 
     def write_back(self) -> bool:
         """Writes on the user's objects. Returns whether somebody may call backward on what was written."""

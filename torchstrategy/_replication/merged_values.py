@@ -13,9 +13,7 @@ one replica.
 from __future__ import annotations
 
 import copy
-import enum
 import operator
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,7 +24,6 @@ import torch
 
 from torchstrategy._binding.attribute_contents import PLAIN, is_container, named_items, write_items
 from torchstrategy._binding.copies import ClosureRebinder, are_alike, is_function
-from torchstrategy._binding.object_attributes import Told
 from torchstrategy._communication.native_dtypes import bits
 from torchstrategy._core.distributed_values import ABSENT, PerReplica
 from torchstrategy._core.types import Device
@@ -181,31 +178,6 @@ def _constant(value: Any, like: Any) -> Any:
         return value.copy()
     device = like.device if isinstance(like, torch.Tensor) else value.device if value.is_cpu else like
     return value.detach().to(device, copy=True)
-
-
-def told_of(value: Any, before: Any, path: str) -> Told | None:
-    """What other processes are told of a value; None for what each process has for itself."""
-    if type(value) not in _ARRAYS:
-        return Told(_text(value), value, False, path) if _is_data(value) else None
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad or value.layout is not torch.strided or value.is_nested or value.is_meta:
-            return None
-        value = value.detach().cpu()
-    return Told(_text(value), value, not _is_statistic(value, before), path)
-
-
-def _is_data(value: Any) -> bool:
-    if type(value) in (list, tuple, set, dict):
-        return all(map(_is_data, chain.from_iterable(value.items()) if type(value) is dict else value))
-    return isinstance(value, PLAIN) and not isinstance(value, enum.Enum)
-
-
-def _text(value: Any) -> str:
-    """A text that differs where two values do."""
-    if type(value) in _ARRAYS:
-        data = value if isinstance(value, np.ndarray) else bits(value).numpy()
-        return f"{zlib.crc32(data.tobytes())} {value.dtype} {tuple(value.shape)}"
-    return str(sorted(map(repr, value))) if type(value) is set else repr(value)
 
 
 def _no_rows(values: Sequence[Any]) -> Any:

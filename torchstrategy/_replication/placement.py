@@ -25,7 +25,7 @@ class Placement(NamedTuple):
         all_reduce: Sums gradients and leaves the sums on all devices, for replicas that update their parameters
             themselves.
         workers: The processes that train together.
-        streams: The caller's random generators, which the workers keep alike. None: there is one worker.
+        streams: The caller's random generators, which several workers keep alike. None: there is one.
     """
 
     devices: Sequence[Device]

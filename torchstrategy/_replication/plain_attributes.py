@@ -32,7 +32,6 @@ from torchstrategy._binding.changes import (
     write_value,
 )
 from torchstrategy._binding.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
-from torchstrategy._binding.object_attributes import Told
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.distributed_values import ABSENT, PerReplica
 from torchstrategy._core.types import Device
@@ -41,7 +40,7 @@ from torchstrategy._replication.attribute_tables import AttributesOfTensors, by_
 from torchstrategy._replication.copyable import refuse_trainable
 from torchstrategy._replication.kept_by_hooks import KeptByHooks
 from torchstrategy._replication.late_attributes import Late, Later
-from torchstrategy._replication.merged_values import Items, Look, Merger, told_of
+from torchstrategy._replication.merged_values import Items, Look, Merger
 from torchstrategy._replication.metrics import states_of
 from torchstrategy._replication.module_replica import ModuleReplica, uncopyable
 from torchstrategy._replication.tensor_copies import storage_of
@@ -89,7 +88,7 @@ class PlainAttributes:
         # No reference to the tensors themselves: those that are in no module live as long as the user holds them.
         self._of_parameters = tables_of_tensors(names, owners, [replica.parameters for replica in self.replicas])
         insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in self.replicas), strict=True)
-        # All that may change has a path of its own, and is known by it, in the other workers too.
+        # All that may change has a path of its own, and is known by it.
         self._modules = by_path(Place(path, inside, local) for path, inside, *local in insides)
         of_paths = dict(zip(self._modules, modules, strict=True))
         self._of_packages = {path for path, module in of_paths.items() if _is_of_package(module)}
@@ -281,7 +280,7 @@ class PlainAttributes:
         Raises:
             RuntimeError: If the step made a tensor to be trained.
         """
-        present, self._is_understudy = weights.present, weights.is_understudy
+        present = weights.present
         # By path: all that a container is to hold, or the attributes of a module that a step wrote; `ABSENT`: removed.
         self._merged: dict[str, Items] = {}
         edits = [edit for r in present for edit in self._known_insides[r].edits() if edit.name not in TABLES]
@@ -354,50 +353,6 @@ class PlainAttributes:
 
     def _place(self, path: str) -> Place:
         return self._tables[path] if path in self._tables else self._containers[path]
-
-    def _before(self, path: str) -> Items:
-        """What a container of the user's holds, or the attributes of a module."""
-        original = self._place(path).original
-        if path in self._tables:
-            return {(ATTRIBUTE, name): value for name, value in original.items()}
-        return contents.named_items(original)
-
-    def told(self) -> dict[Any, Told]:
-        """What other workers may have to know: numbers, texts, tensors and plain containers of them, by their places.
-
-        A key is the path of a container or module, with how it shows an item and the item's key. Of a tensor that the
-        step wrote in place, it is the path.
-        """
-        known = {id(place.original) for place in self._containers.values()}
-        told = {(path, "", ""): told_of(value, value, f"attribute {path}") for path, value in self._written.items()}
-        for path, items in self._merged.items():
-            before, is_quiet, computed = self._before(path), self._is_quiet(path), self._computed.get(path, ())
-            for (shown, key), value in items.items():
-                was = before.get((shown, key), ABSENT)
-                is_of_all = isinstance(key, (str, int)) and key not in computed and id(value) not in known
-                if is_of_all and value is not was:
-                    name = "" if is_quiet else f"attribute {path}{shown.format(key)}"
-                    told[path, shown, key] = told_of(value, was, name)
-        return {key: one for key, one in told.items() if one is not None}
-
-    def put(self, key: Any, value: Any) -> None:
-        """Replaces what was put together by the value of another worker; `ABSENT`: by the user's value from before."""
-        path, *name = key
-        value = value.to(self.device) if isinstance(value, torch.Tensor) else value
-        if (path in self._tables or path in self._containers) and name[0]:
-            before = self._before(path)
-            items = self._merged.setdefault(path, {} if path in self._tables else dict(before))
-            items[tuple(name)] = before.get(tuple(name), ABSENT) if value is ABSENT else value
-        elif path in self._leaves and not name[0]:
-            self._written[path] = self._leaves[path].original if value is ABSENT else value
-
-    def keep(self, key: Any) -> None:
-        """Makes a value, which in other workers is another one, that of the replicas of this worker."""
-        path, *name = key
-        value = self._merged.get(path, {}).get(tuple(name))
-        if isinstance(value, torch.Tensor):
-            components = [ABSENT if self._is_understudy else value] * len(self.replicas)
-            self.put(key, PerReplica(components, understudy=value if self._is_understudy else None, is_kept=True))
 
     def write_back(self) -> None:
         """Writes what was put together on the user's modules. The next run brings it to all replicas."""

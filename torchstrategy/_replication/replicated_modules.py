@@ -103,8 +103,7 @@ class ReplicatedModules:
         self._buffers = TrackedTensors(buffers.values(), running=running)
         self.lost_numbers = LostNumbers()
         self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
-        is_lone = len(layout.devices) == 1 and self._workers.count > 1
-        self.kept = KeptByHooks(modules, [*self.owners, *self._buffers.tensors], layout.devices, is_lone)
+        self.kept = KeptByHooks(modules, [*self.owners, *self._buffers.tensors], layout.devices)
         # Each replica has what hooks keep already.
         large = find_late(modules, self._insides)
         waiting = [(i, name) for i, name in large if id(self._insides[i][name]) not in self.kept.own[0]]
@@ -201,7 +200,7 @@ class ReplicatedModules:
         return are_known and are_same(list(map(vars, originals)), self._insides)  # somebody may write a `__dict__`
 
     def check_workers(self) -> None:
-        """Refuses a run that another worker has begun with other values. Called after the first exchange of the run."""
+        """Refuses a run that another worker has begun with other values. Called after an exchange in the run."""
         if BETWEEN_RUNS in self._workers.differing:
             self._workers.differing.discard(BETWEEN_RUNS)
             names, tensors = [*self.names, *self._buffer_names], [*self.owners, *self._buffers.tensors]
@@ -303,7 +302,7 @@ class ReplicatedModules:
                 raise RuntimeError(_HOOK.format(where=where, kind=type(edit.after).__name__))
         return edits
 
-    def put_together(self, weights: ReplicaWeights, changes: Changes, writers: Sequence[worker_values.Writer]) -> None:
+    def put_together(self, weights: ReplicaWeights, changes: Changes) -> None:
         """After a run, before the last exchange: makes one value of those that the replicas of this worker wrote."""
         self._check_flags(weights)
         made = sorted(f"{self._paths[edit.place[0]]}.{_shown(edit)}" for edit in changes[0])
@@ -313,19 +312,16 @@ class ReplicatedModules:
         replaced = sorted(set().union(*(replica.replaced_buffers() for replica in self._present(weights))))
         self.attributes.put_together(weights, self._with_copies, self._look, replaced)
         if self._workers.count > 1:
-            worker_values.mention_writes(self._workers, set().union(*self._written), [self.attributes, *writers])
+            worker_values.mention_written(self._workers, set().union(*self._written))
 
-    def return_to_originals(
-        self, weights: ReplicaWeights, changes: Changes, writers: Sequence[worker_values.Writer]
-    ) -> None:
+    def return_to_originals(self, weights: ReplicaWeights, changes: Changes) -> None:
         """Brings what `put_together` has made of buffers and plain attributes to the user's modules.
 
         Running statistics of normalisation layers become the mean of the replicas', weighted by rows, if they are to be
         averaged. States of metrics are reduced as the metrics say. All else is taken from the first replica.
         """
         lead = self.replicas[weights.present[0]]
-        books: list[worker_values.Writer] = [self.attributes, *writers]
-        indices = worker_values.compare_writes(self._workers, set().union(*self._written), books, weights, self._look)
+        indices = worker_values.written_anywhere(self._workers, set().union(*self._written))
         values = self._buffer_values(weights, indices)
         new = self._new_buffers(weights, changes) if changes[0] else {}
         for metric in self.metrics:

@@ -91,7 +91,7 @@ class ReplicaSet:
             # Replicas on one device run one at a time.
             len({memory_device(device) for device in self.layout.devices}) == 1,
             self.layout.all_reduce,
-            self.layout.streams,
+            self.layout.workers,
         )
         indices = {key: index for index, key in enumerate([*self.replicated.index_of, *loose])}
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
@@ -243,7 +243,6 @@ class ReplicatedRun(OptimizerHost):
         # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is slow.
         # So while an optimizer steps, the user's parameters are no proxies.
         with suspended(self.copies.plain_owners, self.copies), self.copies.gradients.published():
-            self.copies.replicated.check_workers()
             if not is_for_optimizer:
                 self.copies.gradients.forget_arrived()
             # A merge function of a replica is over what the replica has for itself, and acts for all.
@@ -263,6 +262,15 @@ class ReplicatedRun(OptimizerHost):
             result = call()
             self._has_written(optimizer)
             return result
+
+    def before_workers_meet(self) -> None:
+        if self.copies.layout.streams is not None:
+            self.copies.layout.streams.mention()
+
+    def when_workers_have_met(self) -> None:
+        if self.copies.layout.streams is not None:
+            self.copies.layout.streams.settle()
+        self.copies.replicated.check_workers()
 
     def compare(self, name: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         self.copies.layout.workers.compare(f"the arguments of {name}:", given)
@@ -304,13 +312,11 @@ class ReplicatedRun(OptimizerHost):
         changes = self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
         with undisturbed():
-            # The exchange of `reduce` also tells whether the workers wrote alike.
             for writer in self._writers:
                 writer.put_together()
-            self.copies.replicated.put_together(self.replica_weights, changes, self._writers)
-            self.copies.gradients.reduce(can_wait=True)
-            self.copies.replicated.check_workers()
-            self.copies.replicated.return_to_originals(self.replica_weights, changes, self._writers)
+            self.copies.replicated.put_together(self.replica_weights, changes)
+            self.copies.gradients.reduce(can_wait=True)  # it also tells whether the workers wrote the same buffers
+            self.copies.replicated.return_to_originals(self.replica_weights, changes)
         # A list, since all are written.
         if any([writer.write_back() for writer in self._writers]):
             self.copies.gradients.deliver_late_ones()

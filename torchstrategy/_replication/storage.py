@@ -219,7 +219,7 @@ class ReplicatedStorage(Storage):
             self._in_use[copies] = run_state  # 3
             for metric in copies.replicated.metrics:  # 4
                 metric.hand_out(replica_weights)
-            copies.gradients.begin(replica_weights, run_state.outsiders, run_state.together)  # 5
+            copies.gradients.begin(replica_weights, run_state.outsiders, run_state)  # 5
             install(originals, copies)  # 6
             yield run_state
             uninstall(originals, copies)
@@ -261,7 +261,7 @@ class ReplicatedStorage(Storage):
         has_others, n = self.layout.workers.count > 1, len(self.devices)
         kept = self._kept_by_hooks(copies, replica_weights, named, [fn, *leaves])
         of_hooks = set() if kept is None else kept.known
-        named_trainers = named.trainers() if n > 1 or has_others else []
+        named_trainers = named.trainers() if n > 1 else []
         named_trainers = [pair for pair in named_trainers if id(pair[1]) not in of_hooks]
         of_run = n, replica_weights.present, has_others, replica_weights.is_understudy
         trainers = [Trainer(thing, *of_run) for _, thing in named_trainers if is_all_in_dict(thing)]
@@ -416,9 +416,6 @@ class ReplicatedStorage(Storage):
         if self.layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.begin_step(optimizer)
-
-    def changed_arguments(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called with the arguments of each step of an optimizer, which stay as they are."""
 
     def after_any_step(self, optimizer: Optimizer) -> None:
         """Called after any optimizer in the process has taken a step, on its thread."""

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 
-from torchstrategy._binding.object_attributes import KEPT, NOTHING, Told, Trainer
 from torchstrategy._communication.native_dtypes import bits
-from torchstrategy._communication.wire import encode
 from torchstrategy._communication.workers import IN_RUN, Workers, digest
-from torchstrategy._core.errors import an
-from torchstrategy._execution.replica_weights import ReplicaWeights
-from torchstrategy._replication.kept_by_hooks import KeptInRun
-from torchstrategy._replication.merged_values import Look
-from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable
 
@@ -72,89 +64,22 @@ def _shown(entry: tuple[str, tuple[int, ...], torch.dtype] | None) -> str:
     return "nothing" if entry is None else f"{entry[0]} of shape {entry[1]} and {entry[2]}"
 
 
-# What the replicas of this worker wrote on plain attributes of the user's objects, before the user sees it.
-Writer = PlainAttributes | Trainer | KeptInRun
+def mention_written(workers: Workers, indices: set[int]) -> None:
+    """Lets the next exchange find out whether the workers wrote the same buffers."""
+    workers.mention(IN_RUN, sorted(indices))
 
 
-def mention_writes(workers: Workers, indices: set[int], writes: Sequence[Writer]) -> None:
-    """Lets the next exchange find out whether the workers wrote alike. If not, `compare_writes` makes one of it."""
-    texts = [{key: item.text for key, item in one.told().items()} for one in writes]
-    workers.mention(IN_RUN, (sorted(indices), repr(texts)))
-
-
-def compare_writes(
-    workers: Workers, indices: set[int], writes: Sequence[Writer], weights: ReplicaWeights, look: Look
-) -> set[int]:
-    """Makes one value of what the workers wrote on each plain attribute, where there can be one.
+def written_anywhere(workers: Workers, indices: set[int]) -> set[int]:
+    """The positions of the buffers that any worker wrote. Called after the exchange that `mention_written` waits for.
 
     Args:
         workers: The processes that train together.
-        indices: The positions of the buffers that this worker wrote.
-        writes: What it wrote besides.
-        weights: How much the replicas of this worker count.
-        look: Compares numbers, for a warning.
-
-    Returns:
-        The positions of the buffers that any worker wrote.
+        indices: The positions of those that this worker wrote.
     """
     if IN_RUN not in workers.differing:
         return indices
     workers.differing.discard(IN_RUN)
-    told = [one.told() for one in writes]
-    sent = [{key: _as_sent(one) for key, one in of_writer.items()} for of_writer in told]
-    arrived = workers.all_gather_object((weights.is_understudy, sent, indices), IN_RUN)
-    of_all = [(is_understudy, list(map(_as_told, of_worker)), written) for is_understudy, of_worker, written in arrived]
-    for i, (writer, mine) in enumerate(zip(writes, told, strict=True)):
-        leads = of_all[weights.lead_worker][1][i]
-        for key in {**leads, **mine}:
-            own, lead = mine.get(key, NOTHING), leads.get(key, NOTHING)
-            theirs = [(is_understudy, of_worker[i].get(key, NOTHING)) for is_understudy, of_worker, _ in of_all]
-            counted = [one for is_understudy, one in theirs if not is_understudy or one.text == KEPT]
-            differ = len({one.text for one in counted}) > 1
-            if (own.is_own or lead.is_own) and (differ or lead is NOTHING):
-                writer.keep(key)
-                continue
-            if isinstance(lead.value, _Unsent) and any(one.text != lead.text for _, one in theirs):
-                raise _cannot_arrive(workers, key, lead)
-            if differ and lead.path:
-                look(lead.path, lead.value, [one.value for one in counted if one is not NOTHING])
-            if own.text != lead.text:
-                writer.put(key, lead.value)
-    return indices.union(*(written for *_, written in of_all))
-
-
-@final
-class _Unsent(NamedTuple):
-    """In the place of a value that cannot be sent."""
-
-    kind: str  # the name of its class
-
-
-def _as_sent(one: Told) -> tuple[object, ...]:
-    """What is sent of a value: of one that cannot be sent, what it is called."""
-    try:
-        encode(one.value)
-    except TypeError:
-        return (one.text, type(one.value).__name__, one.is_own, one.path, False)
-    return (*one, True)
-
-
-def _as_told(sent: dict[Any, tuple[Any, ...]]) -> dict[Any, Told]:
-    """The reverse of `_as_sent`, for the values of a writer."""
-    told = {}
-    for key, (text, value, is_own, path, is_sent) in sent.items():
-        told[key] = Told(text, value if is_sent else _Unsent(value), is_own, path)
-    return told
-
-
-def _cannot_arrive(workers: Workers, key: Any, lead: Told) -> TypeError:
-    name = lead.path or f"attribute {key if isinstance(key, str) else ''.join(map(str, key))}"
-    error = TypeError(
-        f"The step wrote {lead.text} on {name}, and not all workers wrote the same. They would all take that of one "
-        f"worker, and {an(lead.value.kind)} cannot be sent to the others. Let the attribute hold a number or a text."
-    )
-    workers.note_of_all(error)
-    return error
+    return indices.union(*workers.all_gather_object(indices, IN_RUN))
 
 
 def combine_over_workers(workers: Workers, values: dict[int, torch.Tensor], averaged: Sequence[int], lead: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
+from torchstrategy._communication.reductions import sum_of_sparse
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import undisturbed
 from torchstrategy._core.torch_internals import (
@@ -378,17 +379,8 @@ class OwnGradients:
         return _SentPack(pack, like, flat)
 
     def _sparse_sum(self, i: int, own: torch.Tensor | None) -> torch.Tensor:
-        parameter, name = self.tensors.parameters[i], "a sparse gradient"
-        if own is None or not self.weight:
-            no_indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-            own = torch.sparse_coo_tensor(
-                no_indices, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape, check_invariants=False
-            )
-        mine = own.coalesce()
-        indices = self._workers.all_gather(mine.indices(), 1, name)
-        values = self._workers.all_gather(mine.values() * self.weight, 0, name)
-        total = torch.cat(indices, 1), torch.cat(values)
-        return torch.sparse_coo_tensor(*total, parameter.shape, check_invariants=False).coalesce()
+        weighed = own.coalesce() * self.weight if own is not None and self.weight else None
+        return sum_of_sparse(self._workers, weighed, self.tensors.parameters[i], "a sparse gradient")
 
     # What becomes of the sums
 

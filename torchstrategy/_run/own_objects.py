@@ -79,7 +79,7 @@ class OwnObjects(Storage):
         self._metrics: list[Metric] = []
         # The blocks of updates under way whose random numbers are the same in all workers.
         self._updating: list[AbstractContextManager[None]] = []
-        tell_of_steps(self)
+        tell_of_steps(self, changes_arguments=True)
 
     def take_part(self, module: nn.Module) -> None:
         if id(module) in self._modules or is_in_replica():

@@ -75,7 +75,7 @@ class MultiWorkerMirroredBase(StrategyBase):
                 f"All workers have the same number of replicas: worker 0 has {plural(of_all[0], 'device')}, and worker "
                 f"{other} has {of_all[other]}. Give each as many: {_NAME}(devices=[...])."
             )
-        streams = WorkerStreams(workers, on[0], len(on)) if workers.count > 1 else None
+        streams = WorkerStreams(workers, on[0]) if workers.count > 1 else None
         storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, workers=workers, streams=streams)
         super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction)))
         self._extended._cluster_resolver = cluster_resolver

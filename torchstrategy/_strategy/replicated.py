@@ -200,9 +200,11 @@ class ReplicatedExtended(StrategyExtended):
         caching = parametrizations_computed_anew() if are_parametrizations_cached() else _NO_BLOCK
         streams = DeviceStreams(self._accelerators, self._side_streams) if self._accelerators else None
         run = storage.begin_run(weights, fn, leaves, lambda: Frame(strategy))
+        telling = self._workers.arrive if self._workers.count > 1 else None
         with streams or _NO_BLOCK, run as run_state, uncounted, caching:
 
             def call(replica: Replica) -> Tree:
+                replica.telling = telling
                 given = distributed_values.for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
                 own_fn, kept = fn, run_state.kept
                 if kept is not None:
@@ -224,9 +226,7 @@ class ReplicatedExtended(StrategyExtended):
                     finally:
                         context._ends()
 
-            # With several workers, a replica draws random numbers from the stream of its number among all replicas.
-            drawing = call if self._streams is None else self._streams.around(call)
-            results = self._replicas.run(drawing, weights.present, run_state.watch, streams)
+            results = self._replicas.run(call, weights.present, run_state.watch, streams)
             if self._streams is not None:
                 self._workers.arrive("the end of strategy.run")
                 self._streams.has_drawn |= self._replicas.has_drawn
@@ -245,10 +245,10 @@ class ReplicatedExtended(StrategyExtended):
         if self._streams is None:
             return ReplicaWeights.of(*known)
         refuse_other_rows = mention_reads(self._workers, leaves)
-        weights = ReplicaWeights.of(*known, self._workers, self._streams.begin(), storage.has_news)
+        self._streams.begin()
+        weights = ReplicaWeights.of(*known, self._workers, storage.has_news)
         refuse_other_rows()
-        if not weights.streams_agree:
-            self._streams.follow()
+        self._streams.settle()
         return weights
 
     def _run_alone(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:

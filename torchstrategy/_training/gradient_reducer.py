@@ -28,11 +28,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
-from typing import final
+from typing import Protocol, final
 
 import torch
 
 from torchstrategy._communication.transfer import accumulate, brought, equal, weighted
+from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core import torch_internals
 from torchstrategy._core.context import undisturbed
 from torchstrategy._core.options import ReduceOp
@@ -40,7 +41,6 @@ from torchstrategy._core.torch_internals import have_gradient_hooks, raw_grad, r
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.instruments import combined_gradients
 from torchstrategy._execution.replica_weights import ReplicaWeights
-from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.early_copies import EarlyCopies
 from torchstrategy._training.gradient_hooks import count_additions, deliver_late, seen_by_hooks, send_through_hooks
 from torchstrategy._training.replica_gradients import (
@@ -61,8 +61,18 @@ _OfOne = Sequence[torch.Tensor | None]  # the gradients of one replica
 # Adds up the gradients of several replicas, times weights; returns the sums for each, on the devices of the parameters.
 AllReduce = Callable[[Sequence[_OfOne], Sequence[float], Sequence[Sequence[torch.Tensor]]], Sequence[_OfOne]]
 
-# Calls a function once for all replicas, with the gradients of the whole batch; the function may update parameters.
-Together = Callable[[Callable[[], None]], None]
+
+class Run(Protocol):
+    """What the reduction of gradients uses of the run that is under way."""
+
+    def together(self, call: Callable[[], None]) -> None:
+        """Calls a function once for all replicas, with the gradients of the batch; it may update parameters."""
+
+    def before_workers_meet(self) -> None:
+        """Several workers are about to exchange something: notes what they are to compare beside it."""
+
+    def when_workers_have_met(self) -> None:
+        """They have compared it, and stand at one place."""
 
 
 # Note [The states of a gradient]
@@ -97,7 +107,7 @@ class GradientReducer:
         take_turns: Whether no two replicas ever run at once.
         all_reduce: Adds up gradients for all replicas at once; None: they are added up on the devices of the user's
             parameters.
-        streams: The workers, with the random generators that they keep alike. None: there is one worker.
+        workers: The processes that train together.
     """
 
     def __init__(
@@ -107,9 +117,9 @@ class GradientReducer:
         parameters: Sequence[Sequence[ReplicaParameter]],
         take_turns: bool,
         all_reduce: AllReduce | None = None,
-        streams: WorkerStreams | None = None,
+        workers: Workers = LONE,
     ) -> None:
-        self._streams = streams
+        self._workers, self._has_others = workers, workers.count > 1
         self._early = EarlyReads()  # what the replicas of this worker have read since the last reduction
         # Between runs no variable is held here: it lives only as long as the user has a reference to it.
         self._held = [weakref.ref(owner) if is_variable(owner) else _always(owner) for owner in owners]
@@ -141,7 +151,7 @@ class GradientReducer:
         self._num_added = 0
         self.owners: list[torch.Tensor] = []
         self.hooked: set[int] = set()  # the positions of the user's parameters that have gradient hooks
-        self._together: Together | None = None
+        self._run: Run | None = None
         for of_replica in self.of_replicas:
             of_replica.leave()
         for copies in filter(None, self._early_copies):
@@ -153,9 +163,7 @@ class GradientReducer:
         # keeps its id; its version; and the copy of each replica.
         self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
 
-    def begin(
-        self, replica_weights: ReplicaWeights, outsiders: Sequence[tuple[torch.Tensor, str]], together: Together
-    ) -> None:
+    def begin(self, replica_weights: ReplicaWeights, outsiders: Sequence[tuple[torch.Tensor, str]], run: Run) -> None:
         """Takes the gradients of the user's parameters away for the length of a run.
 
         So a gradient that backward adds to the user's own parameter is noticed.
@@ -164,11 +172,11 @@ class GradientReducer:
             replica_weights: How much each replica counts.
             outsiders: Further trainable tensors that the step names and of which the replicas have no copies, each
                 with its name.
-            together: Reduces gradients, and calls a function that may update parameters.
+            run: The run.
         """
         # None is missing, since the run holds its variables.
         own = [owner for held in self._held if (owner := held()) is not None]
-        self._together = together
+        self._run = run
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
         self._has_updated = False
@@ -287,14 +295,14 @@ class GradientReducer:
             RuntimeError: If a replica has read, as complete, a gradient to which others still had to add. The message
                 names the parameter and the replicas.
         """
-        if self._streams is not None or any(read.all for read in reads):
+        if self._has_others or any(read.all for read in reads):
             early = EarlyReads.of([self.of_replicas[r] for r in self._weights.present], reads, self.names)
             self._early = EarlyReads() if self._weights.is_understudy else early
         # A hook of one of the user's parameters may update parameters, as an optimizer in a
         # `register_post_accumulate_grad_hook` does. So it is called like an update, as one for all replicas.
         if self.hooked:
-            assert self._together is not None
-            self._together(lambda: None)
+            assert self._run is not None
+            self._run.together(_nothing)
         else:
             self.reduce()
             self._show_again()
@@ -316,15 +324,12 @@ class GradientReducer:
                 if stray is not None:
                     raise RuntimeError(stray_gradient(name))
         seen = seen_by_hooks(self.of_replicas, self.owners, self.names) if self.hooked else set()
-        before = list(self.accumulated) if self._streams is not None else []
+        before = list(self.accumulated) if self._has_others else []
         self._reduce_visible()
         with torch.no_grad(), traced("reduce gradients"):
             combined = self._combined()
-            if self._streams is not None:
-                brought = before, self.accumulated, combined, seen, self._early
-                joint = WorkerReduction(self._streams, self._weights, self.owners, self.names, *brought)
-                self._early = EarlyReads()
-                combined, seen = joint.sums()
+            if self._has_others:
+                combined, seen = self._over_workers(before, combined, seen)
             for of_replica in self.of_replicas:
                 self._users.replace(of_replica.with_graph)  # autograd adds in place only without a graph
             for index in combined.keys() - seen:
@@ -334,6 +339,19 @@ class GradientReducer:
                 self._send_through_hooks(hooked, [combined[index] for index in hooked])
         if combined and len(self.of_replicas) > 1:
             combined_gradients()
+
+    def _over_workers(
+        self, before: list[torch.Tensor | None], combined: dict[int, torch.Tensor], seen: set[int]
+    ) -> tuple[dict[int, torch.Tensor], set[int]]:
+        """The sums of all workers, and the positions of those that hooks see."""
+        assert self._run is not None
+        brought = before, self.accumulated, combined, seen, self._early
+        self._early = EarlyReads()
+        reduction = WorkerReduction(self._workers, self._weights, self.owners, self.names, *brought)
+        self._run.before_workers_meet()
+        reduction.meet()
+        self._run.when_workers_have_met()
+        return reduction.sums()
 
     def _show_again(self) -> None:
         for of_replica in self.of_replicas:
@@ -393,7 +411,7 @@ class GradientReducer:
         weights = [self._weights.weights[r] for r in self._weights.weighing]
         if self._weights.reduction is ReduceOp.MEAN:
             # The weights of one worker's replicas add up to its part of all rows.
-            total = 1.0 if self._streams is None else sum(weights)
+            total = sum(weights) if self._has_others else 1.0
             return weighted(tensors, [weight / total for weight in weights])
         start = torch.zeros_like(tensors[0]) if accumulated is None else accumulated
         return start + weighted([tensor - start for tensor in tensors], weights)
@@ -465,6 +483,10 @@ class GradientReducer:
         send_through_hooks(owners, gradients)
         for index, gradient in zip(indices, take_raw_grads(owners), strict=True):
             self.accumulated[index] = gradient
+
+
+def _nothing() -> None:
+    """An update that does nothing."""
 
 
 def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:

@@ -6,6 +6,7 @@ replicas have left them: what `gradient_reducer` does for the replicas of one pr
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, final
@@ -13,22 +14,20 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from torchstrategy._communication.reductions import sum_of_sparse
+from torchstrategy._communication.workers import Workers
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._execution.replica_weights import ReplicaWeights
-from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.replica_gradients import EarlyReads
 
 _POINT = "the reduction of gradients"
 
-Table = np.ndarray[Any, Any]  # of whole numbers, or of truth values
+# What each worker tells of each parameter, in one byte.
+_DENSE, _SPARSE, _SEEN = 1, 2, 4  # which kind of gradient there is to add, and whether hooks see it
+_DOUBTFUL, _IDLE_READ, _UNREAD = 8, 16, 32  # see `EarlyReads`
+_CLEARED, _CHANGED = 64, 128  # what became of the accumulated gradient
 
-# What each worker tells of each parameter. The numbers of all workers are added up.
-_HAS, _SPARSE, _SEEN = 0, 1, 2  # whether there is a gradient to add, whether it is sparse, whether hooks see it
-_DOUBTFUL, _IDLE_READ, _UNREAD = 3, 4, 5  # see `EarlyReads`
-_CLEARED, _CHANGED, _MARKED, _MARK, _SQUARE = 6, 7, 8, 9, 10  # what became of the accumulated gradient
-_WIDTH = 11
-# What each worker tells in a last row: whether its rows count, its random generators, and whether its replicas drew.
-_COUNTS, _STREAM, _STREAM_SQUARE, _DREW = 0, 1, 2, 3
+Table = np.ndarray[Any, Any]  # a row for each worker, a column for each parameter
 
 
 @final
@@ -36,19 +35,21 @@ _COUNTS, _STREAM, _STREAM_SQUARE, _DREW = 0, 1, 2, 3
 class WorkerReduction:
     """One reduction of gradients over all workers, and what this worker brings to it.
 
+    `meet` comes first, then `sums`.
+
     Args:
-        streams: The workers, and the caller's random generators in this one.
+        workers: The processes that train together.
         weights: How much each replica of this worker counts.
         owners: The user's parameters.
         names: What to call them in a message.
         before: Their accumulated gradients before the step could change them.
-        accumulated: The same as the replicas of this worker have left them. `agree` replaces what others decide.
+        accumulated: The same as the replicas of this worker have left them. `sums` replaces what others decide.
         total: The weighted sums of the local gradients of this worker's replicas, by position.
         seen: The positions of the parameters whose hooks are to see the sums.
         early: The gradients that replicas of this worker have read before they were complete, or might have.
     """
 
-    streams: WorkerStreams
+    workers: Workers
     weights: ReplicaWeights
     owners: list[torch.Tensor]
     names: list[str]
@@ -58,69 +59,94 @@ class WorkerReduction:
     seen: Set[int]
     early: EarlyReads
 
+    def meet(self) -> None:
+        """Learns what the other workers bring."""
+        flags = np.zeros(len(self.owners), np.uint8)
+        dense = [index for index, gradient in self.total.items() if not gradient.is_sparse]
+        cleared, changed = self._left_otherwise()
+        for flag, indices in (
+            (_DENSE, dense),
+            (_SPARSE, self.total.keys() - set(dense)),
+            (_SEEN, self.seen),
+            (_DOUBTFUL, self.early.doubtful),
+            (_IDLE_READ, self.early.idle),
+            (_UNREAD, self.early.unread),
+            (_CLEARED, cleared),
+            (_CHANGED, changed),
+        ):
+            if indices:
+                flags[list(indices)] |= flag
+        marks = list(map(_mark, changed.values()))
+        self.workers.compare("how many parameters there are:", len(flags))
+        own = struct.pack(_MARK * len(marks), *marks)
+        of_all = self.workers.all_gather_alike(bytes([self.weights.is_understudy]) + flags.tobytes() + own, _POINT)
+        self._is_understudy = np.array([one[0] for one in of_all], bool)
+        self._told: Table = np.stack([np.frombuffer(one, np.uint8)[1 : 1 + len(flags)] for one in of_all])
+        self._marks = [one[1 + len(flags) :] for one in of_all]
+
     def sums(self) -> tuple[dict[int, torch.Tensor], set[int]]:
         """The sums over all workers by position, and the positions of the parameters whose hooks are to see them.
 
         Raises:
             RuntimeError: If the workers disagree about an accumulated gradient, or one was read before it was complete.
         """
-        of_all = self.streams.workers.add_up(torch.from_numpy(self._told()), _POINT).numpy()
-        told, last = of_all[:-1].T, of_all[-1].tolist()
-        if last[_DREW] or not _are_alike(self.streams.workers.count, last[_STREAM], last[_STREAM_SQUARE]):
-            self.streams.follow(bool(last[_DREW]))
-        self.streams.has_drawn = False
-        if not told.any():  # as at the end of most runs
+        if not self._told.any():  # as at the end of most runs
             self.accumulated[:] = self.before
             return {}, set()
-        too_early = told[_HAS] * (told[_DOUBTFUL] + told[_IDLE_READ] * told[_UNREAD])
+        some_unread = self._some(_IDLE_READ) & self._some(_UNREAD)
+        too_early = self._some(_DENSE | _SPARSE) & (self._some(_DOUBTFUL) | some_unread)
         if too_early.any():
             raise RuntimeError(_TOO_EARLY.format(self.names[min(_where(too_early))]))
-        self._agree(told, last[_COUNTS])
-        return self._added(told), _where(told[_SEEN])
+        self._agree()
+        kinds = dict.fromkeys(sorted(_where(self._some(_SPARSE))), True)
+        kinds.update(dict.fromkeys(_where(self._some(_DENSE)), False))
+        return sum_over_processes(self.workers, self.total, kinds, self.owners), _where(self._some(_SEEN))
 
-    def _told(self) -> Table:
-        table = np.zeros((len(self.owners) + 1, _WIDTH), np.int64)
-        mark = self.streams.mark()
-        table[-1, :4] = not self.weights.is_understudy, mark, mark * mark, self.streams.has_drawn
-        for column, indices in (
-            (_HAS, self.total),
-            (_SPARSE, [index for index, gradient in self.total.items() if gradient.is_sparse]),
-            (_SEEN, self.seen),
-            (_DOUBTFUL, self.early.doubtful),
-            (_IDLE_READ, self.early.idle),
-            (_UNREAD, self.early.unread),
-        ):
-            if indices:
-                table[list(indices), column] = 1
+    def _left_otherwise(self) -> tuple[list[int], dict[int, torch.Tensor]]:
+        """The positions of the accumulated gradients that replicas have cleared, and those that they have changed."""
+        cleared, changed = [], {}
         for index, (was, now) in enumerate(zip(self.before, self.accumulated, strict=True)):
             if now is not None and now is not was:
-                mark = _mark(now)
-                table[index, _CHANGED:_WIDTH] = not self.weights.is_understudy, 1, mark, mark * mark
-            elif now is not was and not self.weights.is_understudy:
-                table[index, _CLEARED] = 1
-        return table
+                changed[index] = now
+            elif now is not was:
+                cleared.append(index)
+        return cleared, changed
 
-    def _agree(self, told: Table, counting: int) -> None:
+    def _some(self, flags: int) -> Table:
+        """Which parameters any worker tells one of these things of."""
+        return np.asarray((self._told & flags).any(0))
+
+    def _agree(self) -> None:
         """Makes one of what the replicas of all workers have done to the accumulated gradients."""
-        cleared, changed = told[_CLEARED], told[_CHANGED]
+        # Workers without rows do what the others do.
+        counting = self._told[~self._is_understudy]
+        cleared, changed = ((counting & flag != 0).sum(0) for flag in (_CLEARED, _CHANGED))
         had = np.array([was is not None for was in self.before], bool)
-        some_cleared = (changed == 0) & (cleared > 0) & (cleared < counting)
-        disagree = some_cleared | ((changed > 0) & (changed < counting) & (had | (cleared > 0)))
+        some_cleared = (changed == 0) & (cleared > 0) & (cleared < len(counting))
+        disagree = some_cleared | ((changed > 0) & (changed < len(counting)) & (had | (cleared > 0)))
         if disagree.any():
             raise RuntimeError(_DISAGREE.format(self.names[min(_where(disagree))]))
         as_before = zip(self.before, self.accumulated, cleared.tolist(), changed.tolist(), strict=True)
         self.accumulated[:] = [now if c else None if gone else was for was, now, gone, c in as_before]
-        everyone = self.streams.workers.count
-        marks = {index: told[_MARKED : _SQUARE + 1, index].tolist() for index in sorted(_where(changed))}
-        unlike = [index for index, (n, *mark) in marks.items() if n < everyone or not _are_alike(everyone, *mark)]
+        unlike = self._unlike(_where(changed))
         if not unlike:
             return
         # Each put a gradient of its own rows there: they are weighted as local gradients are.
         if self.weights.reduction is not ReduceOp.MEAN:
             raise RuntimeError(_DISAGREE.format(self.names[unlike[0]]))
-        here = [self._weighted(index) for index in unlike]
-        for index, value in zip(unlike, self.streams.workers.all_reduce(here, _POINT), strict=True):
+        here = {index: self._weighted(index) for index in unlike}
+        for index, value in sum_over_processes(self.workers, here, dict.fromkeys(unlike, False), self.owners).items():
             self.accumulated[index] = value
+
+    def _unlike(self, changed: Set[int]) -> list[int]:
+        """The positions of accumulated gradients, of those that were changed, that not all workers changed alike."""
+        if not changed:
+            return []
+        marks = []
+        for flags, data in zip(self._told, self._marks, strict=True):
+            of_worker = [mark for (mark,) in struct.iter_unpack(_MARK, data)]
+            marks.append(dict(zip(sorted(_where(flags & _CHANGED)), of_worker, strict=True)))
+        return [index for index in sorted(changed) if len({own.get(index) for own in marks}) > 1]
 
     def _weighted(self, index: int) -> torch.Tensor:
         value = self.accumulated[index]
@@ -128,50 +154,35 @@ class WorkerReduction:
             return torch.zeros_like(self.owners[index])
         return (value.to_dense() if value.is_sparse else value) * sum(self.weights.weights)
 
-    def _added(self, told: Table) -> dict[int, torch.Tensor]:
-        some_dense = told[_HAS] > told[_SPARSE]
-        all_dense = _where(some_dense & (told[_SPARSE] == 0))
-        added = self._all_reduce(all_dense)
-        added.update(self._all_reduce(_where(some_dense) - all_dense))
-        return {index: added[index] if index in added else self._sparse(index) for index in sorted(_where(told[_HAS]))}
 
-    def _all_reduce(self, indices: Set[int]) -> dict[int, torch.Tensor]:
-        """The sums of dense gradients over all workers, by position."""
-        ordered = sorted(indices, reverse=True)
-        if not ordered:
-            return {}
-        here = [self._dense(index) for index in ordered]
-        return dict(zip(ordered, self.streams.workers.all_reduce(here, _POINT, agreed=True), strict=True))
+def sum_over_processes(
+    workers: Workers, gradients: dict[int, torch.Tensor], kinds: dict[int, bool], like: list[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """The sums of weighted gradients over all workers, by the positions of their parameters.
 
-    def _dense(self, index: int) -> torch.Tensor:
-        mine = self.total.get(index)
-        if mine is None:
-            return torch.zeros_like(self.owners[index])
-        return mine.to_dense() if mine.is_sparse else mine
-
-    def _sparse(self, index: int) -> torch.Tensor:
-        """The sum of gradients that are sparse in all workers which have one."""
-        mine, owner = self.total.get(index), self.owners[index]
-        if mine is None:
-            nowhere = torch.empty((1, 0), dtype=torch.int64, device=owner.device)
-            mine = torch.sparse_coo_tensor(
-                nowhere, owner.new_empty((0, *owner.shape[1:])), owner.shape, check_invariants=False
-            )
-        mine = mine.coalesce()
-        indices = self.streams.workers.all_gather(mine.indices(), 1, _POINT)
-        values = self.streams.workers.all_gather(mine.values(), 0, _POINT)
-        added = torch.cat(indices, 1), torch.cat(values)
-        return torch.sparse_coo_tensor(*added, owner.shape, check_invariants=False).coalesce()
+    Args:
+        workers: The processes that train together, which have just agreed about `kinds`.
+        gradients: Those of this worker. What it lacks counts as zeros.
+        kinds: The positions of the parameters for which any worker has a gradient, and whether all of these are sparse.
+        like: The parameters.
+    """
+    dense = sorted((index for index, is_sparse in kinds.items() if not is_sparse), reverse=True)
+    here = [_dense(gradients.get(index), like[index]) for index in dense]
+    added = dict(zip(dense, workers.all_reduce(here, _POINT, agreed=True) if here else [], strict=True))
+    for index in sorted(kinds.keys() - added.keys()):
+        added[index] = sum_of_sparse(workers, gradients.get(index), like[index], _POINT)
+    return added
 
 
-def _where(counts: Table) -> set[int]:
+def _dense(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _where(column: Table) -> set[int]:
     """The positions of the parameters of which a column tells something."""
-    return set(counts.nonzero()[0].tolist())
-
-
-def _are_alike(count: int, total: int, squares: int) -> bool:
-    """Whether `count` numbers are equal, of which the sum and the sum of the squares are given."""
-    return total * total == count * squares
+    return set(column.nonzero()[0].tolist())
 
 
 def _mark(gradient: torch.Tensor) -> int:
@@ -184,6 +195,7 @@ def _mark(gradient: torch.Tensor) -> int:
     return int(integers.sum(dtype=torch.int64).item()) % _MARKS
 
 
+_MARK = "I"  # as `struct` packs one
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MARKS = 16777213  # a prime below 2 ** 24, so that all bits of the sum count
 
