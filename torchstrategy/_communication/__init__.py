@@ -17,6 +17,7 @@ Tensors of several replicas come in; copies of them on other devices, or their s
     blame               which worker is lost, and why
     meeting             how workers find each other, and who has not come
     joining             how a process joins groups of `torch.distributed`, and leaves them
+    operations          operations of `torch.distributed` that are under way, and how they end
     process_group       workers that are joined by a process group of `torch.distributed`
     cross_device_ops    the public ways of reducing and broadcasting: on one device, or on all devices at once
 """

@@ -9,9 +9,8 @@ import traceback
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import chain, starmap
@@ -19,7 +18,6 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from torchstrategy._communication.blame import guess_lost, told_of_lost
 from torchstrategy._communication.comparisons import by_name, comparable, differences
@@ -32,11 +30,11 @@ from torchstrategy._communication.joining import (
     leak,
     meeting_of,
 )
-from torchstrategy._communication.lifelines import Lifelines
 from torchstrategy._communication.meeting import name_of
 from torchstrategy._communication.native_dtypes import as_addable, bits, from_addable
+from torchstrategy._communication.operations import Begin, Operation, begin_sum, end_groups, leave_groups, write_values
 from torchstrategy._communication.wire import decode, encode
-from torchstrategy._communication.workers import MENTIONED, PACK, WorkerError, Workers, digest, packs_of
+from torchstrategy._communication.workers import MENTIONED, WorkerError, Workers, digest, packs_of
 from torchstrategy._core.errors import described
 from torchstrategy._core.torch_internals import are_on_cpu, unflattened
 
@@ -51,46 +49,6 @@ _REFUSED = digest(b"refused")  # in the place of where a worker is that refuses 
 _DATA = 0  # sends tensors, from any device
 _EARLY = 1  # sends gradients during backward, in an order that is not that of the other exchanges
 _CONTROL = 2  # sends messages, from the memory of the CPU
-
-
-@dataclass(eq=False)
-class _Sent:
-    """An operation that was begun in a group, and the tensors on which it works."""
-
-    group: int
-    work: dist.Work | None  # None: it is over. A work keeps the connections of its group open.
-    tensors: Sequence[torch.Tensor]
-
-
-def _end(groups: list[dist.ProcessGroup], under_way: list[_Sent]) -> None:
-    """Ends groups and their threads, when a worker fails, a strategy is no longer used, or the process ends.
-
-    The threads of gloo take Python's lock to let go of tensors. One that does so while Python ends aborts the process.
-    """
-    for sent in under_way:
-        if sent.work is not None and sent.work.is_completed():
-            sent.work = None
-    under_way[:] = [sent for sent in under_way if sent.work is not None]
-    # A signal's handler may raise anywhere. Then the end of the process goes on with the groups that are left.
-    while groups:
-        if any(sent.group == len(groups) - 1 for sent in under_way):
-            # To destroy it means to wait for what it has under way, which may be as long as its timeout. So nobody ever
-            # does, and nobody lets go of its tensors. The others hear of it by their lifelines.
-            leak(groups[-1])
-        else:
-            with suppress(RuntimeError, ValueError):  # the program may have destroyed all groups itself
-                dist.destroy_process_group(groups[-1])
-        groups.pop()
-    for sent in under_way:
-        leak(sent)
-    under_way.clear()
-
-
-def _leave(groups: list[dist.ProcessGroup], under_way: list[_Sent], lines: Lifelines) -> None:
-    """A strategy is no longer used."""
-    lines.say("left", "")
-    _end(groups, under_way)
-    lines.close()
 
 
 _met: Counter[tuple[int, ...]] = Counter()  # how many strategies these processes have had
@@ -151,8 +109,8 @@ class ProcessGroup(Workers):
             self._groups = meeting.watched(partial(groups_of, ranks, group, timeout))
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch lets each operation wait until all workers have begun it.
         self.can_overlap = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL"
-        self._under_way: list[_Sent] = []
-        self._finalizer = weakref.finalize(self, _leave, self._groups, self._under_way, self._lines)
+        self._under_way: list[Operation] = []
+        self._finalizer = weakref.finalize(self, leave_groups, self._groups, self._under_way, self._lines)
         end_before_leaving(self._finalizer)
         _used.add(self)
         self._process = os.getpid()
@@ -204,7 +162,7 @@ class ProcessGroup(Workers):
             self._meet(where, [(t.dtype, tuple(t.shape)) for t in tensors])
         packs = packs_of(tensors)
         flat = [self._flat([tensors[i] for i in pack]) for pack in packs]
-        self._exchange(where, _DATA, flat, lambda group: chain.from_iterable(_adding_up(one, group) for one in flat))
+        self._exchange(where, _DATA, flat, lambda group: chain.from_iterable(begin_sum(one, group) for one in flat))
         sums: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
         for one, pack in zip(flat, packs, strict=True):
             for i, part in zip(pack, self._parts(one, [tensors[i] for i in pack]), strict=True):
@@ -214,7 +172,7 @@ class ProcessGroup(Workers):
     def begin_all_reduce(self, flat: torch.Tensor, name: str) -> Callable[[], None]:
         where = self._at(name)
         sent = self._sendable(as_addable(flat))
-        begun = self._begin(_EARLY, [sent], lambda group: _adding_up(sent, group))
+        begun = self._begin(_EARLY, [sent], lambda group: begin_sum(sent, group))
 
         def arrived() -> None:
             self._wait(where, lambda: begun)
@@ -282,7 +240,7 @@ class ProcessGroup(Workers):
         for one, pack in zip(flat, packs, strict=True):
             with torch.no_grad():
                 for tensor, part in zip(pack, unflattened(one.view(pack[0].dtype), pack), strict=True):
-                    _write(tensor, part)
+                    write_values(tensor, part)
 
     def refuse(self, error: Exception, name: str) -> None:
         if self._why_over is None and not self.is_of_all(error):
@@ -361,18 +319,18 @@ class ProcessGroup(Workers):
         )
         return [one.numpy().tobytes() for one in of_all]
 
-    def _exchange(self, where: str, group: int, tensors: Sequence[torch.Tensor], begin: _Begin) -> None:
+    def _exchange(self, where: str, group: int, tensors: Sequence[torch.Tensor], begin: Begin) -> None:
         """Begins operations on tensors, and waits for their end."""
         self._wait(where, lambda: self._begin(group, tensors, begin))
 
-    def _begin(self, group: int, tensors: Sequence[torch.Tensor], begin: _Begin) -> list[_Sent]:
+    def _begin(self, group: int, tensors: Sequence[torch.Tensor], begin: Begin) -> list[Operation]:
         begun = []
         for work in begin(self._groups[group]):
-            begun.append(_Sent(group, work, tensors))
+            begun.append(Operation(group, work, tensors))
             self._under_way.append(begun[-1])
         return begun
 
-    def _wait(self, where: str, begun: Callable[[], Iterable[_Sent]]) -> None:
+    def _wait(self, where: str, begun: Callable[[], Iterable[Operation]]) -> None:
         self._waits_since, self._waits_at = time.monotonic(), where
         error = self._problem(begun)
         if self._has_said_where:
@@ -385,7 +343,7 @@ class ProcessGroup(Workers):
             traceback.clear_frames(error.__traceback__)  # they have the group, which would stay open
             raise self._explained(where, error) from error
 
-    def _problem(self, begun: Callable[[], Iterable[_Sent]]) -> RuntimeError | None:
+    def _problem(self, begun: Callable[[], Iterable[Operation]]) -> RuntimeError | None:
         """What kept operations from coming to their end."""
         try:
             for sent in begun():
@@ -396,7 +354,7 @@ class ProcessGroup(Workers):
             return error
         return None
 
-    def _finish(self, sent: _Sent) -> None:
+    def _finish(self, sent: Operation) -> None:
         """Waits for the end of an operation, or until another worker is known to be lost."""
         assert sent.work is not None
         if not all(are_on_cpu(sent.tensors)):
@@ -467,7 +425,7 @@ class ProcessGroup(Workers):
         """Makes all exchanges of this and of the other workers fail."""
         self._why_over = why
         has_lost_worker()
-        _end(self._groups, self._under_way)
+        end_groups(self._groups, self._under_way)
 
     def _refuse_in_child(self) -> None:
         if os.getpid() != self._process:
@@ -500,30 +458,7 @@ class ProcessGroup(Workers):
         return unflattened(from_addable(flat.to(like[0].device), like[0].dtype), like)
 
 
-_Begin = Callable[[dist.ProcessGroup], Iterable["dist.Work | None"]]
-
-
 _APART = (
     "The workers came to different synchronization points: {}. Every worker must come to the same ones in the same "
     "order, with tensors of the same shapes: let no such call depend on the worker or on its rows."
 )
-
-
-def _adding_up(flat: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work | None]:
-    """Begins to make a tensor the sum of those of all workers.
-
-    Several pieces are under way at once: gloo has two threads, which add up and send by turns.
-    """
-    pieces = [flat] if flat.nbytes <= PACK else flat.split(PACK // flat.element_size())
-    options = c10d.AllreduceOptions()
-    options.asyncOp = True
-    for piece in pieces:
-        yield group.allreduce([piece], options)  # as `dist.all_reduce` does after a dozen checks
-
-
-def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes on a tensor, which may be an expanded one: torch refuses to write on each number several times."""
-    for dim, stride in enumerate(tensor.stride()):
-        if not stride and tensor.numel():
-            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    tensor.copy_(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -317,3 +317,20 @@ class LoneFrame(Frame):
         """The step has ended: a context that was kept cannot synchronize any more."""
         if self._replica_context is not None:
             self._replica_context._ends()
+
+
+def refuse_unfinished(result: object) -> None:
+    """Refuses what a step returns that has not run yet.
+
+    Raises:
+        TypeError: If it is a generator or a coroutine.
+    """
+    if isinstance(result, (Generator, Coroutine)):
+        result.close()
+        raise TypeError(_NOT_RUN.format(type(result).__name__))
+
+
+_NOT_RUN = (
+    "The step is a function with yield, or an async one: its call returned a {}, and ran nothing yet. Whoever runs it "
+    "later runs it on your own objects, once for each replica. Let the step do its work and return what it made."
+)

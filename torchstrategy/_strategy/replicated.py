@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
@@ -37,15 +37,16 @@ from torchstrategy._core.tree import by_name, map_leaves, tree_flatten, tree_lea
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.device_streams import DeviceStreams
 from torchstrategy._execution.instruments import performed_alone
-from torchstrategy._execution.replica import InlineReplica, Replica, ReplicaGroup
+from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputOptions
-from torchstrategy._input.same_rows import mention_reads, reads_among
+from torchstrategy._input.same_rows import mention_reads
 from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._run.own_objects import OwnObjects
-from torchstrategy._strategy.replica_context import LoneFrame, running_context
+from torchstrategy._strategy.lone_replica import run_on_own_objects
+from torchstrategy._strategy.replica_context import LoneFrame, refuse_unfinished, running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._variables.kinds import MirroredVariable
 from torchstrategy._variables.variable import Variable
@@ -137,49 +138,15 @@ class ReplicatedExtended(StrategyExtended):
             )
         self._is_running = True
         self._workers.begin_run()
-        run = self._run_on_own_objects if isinstance(self._storage, OwnObjects) else self._run_together
         try:
             with self._workers.exchanging("the beginning of a run", is_run=True):
                 _require_callable(fn)
-                return run(fn, args, kwargs, options)
+                if isinstance(self._storage, OwnObjects):
+                    strategy, default = self._container_strategy(), self._gradient_reduction
+                    return run_on_own_objects(strategy, self._storage, fn, args, kwargs, options, default)
+                return self._run_together(fn, args, kwargs, options)
         finally:
             self._is_running = False
-
-    def _run_on_own_objects(
-        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
-    ) -> Tree:
-        """Calls the step in the only replica of this worker, with the user's own objects: see `_run/own_objects`."""
-        storage = self._storage
-        assert isinstance(storage, OwnObjects)
-        values = distributed_values.distributed_within((*args, *kwargs.values()))
-        check_component_counts(values, 1)
-        weights = ReplicaWeights.of_lone_replicas(values, options, self._gradient_reduction, self._workers)
-        device = storage.devices[0]
-        # Where the step has the caller's default device, nobody needs to ask for it, which takes long.
-        callers_device = torch.get_default_device() if needs_device_context(device) else None
-
-        def make_group() -> ReplicaGroup:
-            replica = InlineReplica(0, device, callers_device)
-            replica.telling = self._workers.arrive
-            replica.combining = storage.random.for_all_workers
-            return ReplicaGroup(replica, weights, storage.devices, self._workers)
-
-        if weights.is_understudy:
-            args, kwargs = distributed_values.for_understudy((args, kwargs))
-        args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0)
-        name = getattr(fn, "__name__", type(fn).__name__)
-        frame = LoneFrame(self._container_strategy(), make_group)
-        with storage.run(weights, name, reads_among(values)), traced("run {} [replica {}]", fn, 0), frame:
-            try:
-                self._workers.begin_step()
-                with in_use(device if callers_device is not None else None):
-                    result = performed_alone(fn, args, kwargs)
-                if isinstance(result, (Generator, Coroutine)):
-                    result.close()
-                    raise TypeError(_NOT_RUN.format(type(result).__name__))
-            finally:
-                frame.ends()
-        return None if result is None else weights.regrouped({0: result}, self._workers, are_results=True)
 
     def _refuse_run(self, error: Exception) -> None:
         if not self._is_running and not is_in_replica():
@@ -218,9 +185,7 @@ class ReplicatedExtended(StrategyExtended):
                 ):
                     try:
                         result = own_fn(*own_args, **own_kwargs)
-                        if isinstance(result, (Generator, Coroutine)):
-                            result.close()
-                            raise TypeError(_NOT_RUN.format(type(result).__name__))
+                        refuse_unfinished(result)
                         run_state.copies.gradients.accumulate(replica.index)
                         return result
                     finally:
@@ -438,11 +403,6 @@ def _holds_tensors(value: Tree) -> bool:
 
 
 _NO_BLOCK: AbstractContextManager[None] = nullcontext()
-
-_NOT_RUN = (
-    "The step is a function with yield, or an async one: its call returned a {}, and ran nothing yet. Whoever runs it "
-    "later runs it on your own objects, once for each replica. Let the step do its work and return what it made."
-)
 
 
 def _may_require_grad(value: Tree) -> bool:

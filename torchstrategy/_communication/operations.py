@@ -1,0 +1,77 @@
+"""Operations of `torch.distributed` that are under way, and how they and their groups end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from torchstrategy._communication.joining import leak
+from torchstrategy._communication.lifelines import Lifelines
+from torchstrategy._communication.workers import PACK
+
+Begin = Callable[[dist.ProcessGroup], Iterable["dist.Work | None"]]
+
+
+@dataclass(eq=False)
+class Operation:
+    """An operation that was begun in a group, and the tensors on which it works."""
+
+    group: int
+    work: dist.Work | None  # None: it is over. A work keeps the connections of its group open.
+    tensors: Sequence[torch.Tensor]
+
+
+def end_groups(groups: list[dist.ProcessGroup], under_way: list[Operation]) -> None:
+    """Ends groups and their threads, when a worker fails, a strategy is no longer used, or the process ends.
+
+    The threads of gloo take Python's lock to let go of tensors. One that does so while Python ends aborts the process.
+    """
+    for sent in under_way:
+        if sent.work is not None and sent.work.is_completed():
+            sent.work = None
+    under_way[:] = [sent for sent in under_way if sent.work is not None]
+    # A signal's handler may raise anywhere. Then the end of the process goes on with the groups that are left.
+    while groups:
+        if any(sent.group == len(groups) - 1 for sent in under_way):
+            # To destroy it means to wait for what it has under way, which may be as long as its timeout. So nobody ever
+            # does, and nobody lets go of its tensors. The others hear of it by their lifelines.
+            leak(groups[-1])
+        else:
+            with suppress(RuntimeError, ValueError):  # the program may have destroyed all groups itself
+                dist.destroy_process_group(groups[-1])
+        groups.pop()
+    for sent in under_way:
+        leak(sent)
+    under_way.clear()
+
+
+def leave_groups(groups: list[dist.ProcessGroup], under_way: list[Operation], lines: Lifelines) -> None:
+    """A strategy is no longer used."""
+    lines.say("left", "")
+    end_groups(groups, under_way)
+    lines.close()
+
+
+def begin_sum(flat: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work | None]:
+    """Begins to make a tensor the sum of those of all workers.
+
+    Several pieces are under way at once: gloo has two threads, which add up and send by turns.
+    """
+    pieces = [flat] if flat.nbytes <= PACK else flat.split(PACK // flat.element_size())
+    options = c10d.AllreduceOptions()
+    options.asyncOp = True
+    for piece in pieces:
+        yield group.allreduce([piece], options)  # as `dist.all_reduce` does after a dozen checks
+
+
+def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes on a tensor, which may be an expanded one: torch refuses to write on each number several times."""
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride and tensor.numel():
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)

@@ -1,0 +1,71 @@
+"""A run in the only replica of one of several workers, which uses the user's own objects."""
+
+from __future__ import annotations
+
+import torch
+
+from torchstrategy._core import distributed_values
+from torchstrategy._core.context import in_use, needs_device_context
+from torchstrategy._core.distributed_values import check_component_counts
+from torchstrategy._core.options import ReduceOp, RunOptions
+from torchstrategy._core.trace import traced
+from torchstrategy._core.types import ReplicaFn, StrategyLike, Tree
+from torchstrategy._execution.instruments import performed_alone
+from torchstrategy._execution.replica import InlineReplica, ReplicaGroup
+from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._input.same_rows import reads_among
+from torchstrategy._run.own_objects import OwnObjects
+from torchstrategy._strategy.replica_context import LoneFrame, refuse_unfinished
+
+
+def run_on_own_objects(
+    strategy: StrategyLike,
+    storage: OwnObjects,
+    fn: ReplicaFn,
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+    options: RunOptions,
+    default: ReduceOp,
+) -> Tree:
+    """Calls the step once, in this worker's replica.
+
+    Its code runs between steps, when it is in no cache of the processor: each call takes several times as long as in a
+    loop.
+
+    Args:
+        strategy: The strategy.
+        storage: What the step uses.
+        fn: The step.
+        args: Its positional arguments, with the values of all replicas.
+        kwargs: Its keyword arguments.
+        options: What the user has said about the run.
+        default: How gradients become one, where the options do not say.
+    """
+    workers = storage.layout.workers
+    values = distributed_values.distributed_within((*args, *kwargs.values()))
+    check_component_counts(values, 1)
+    weights = ReplicaWeights.of_lone_replicas(values, options, default, workers)
+    device = storage.devices[0]
+    # Where the step has the caller's default device, nobody needs to ask for it, which takes long.
+    callers_device = torch.get_default_device() if needs_device_context(device) else None
+
+    def make_group() -> ReplicaGroup:
+        replica = InlineReplica(0, device, callers_device)
+        replica.telling = workers.arrive
+        replica.combining = storage.random.for_all_workers
+        return ReplicaGroup(replica, weights, storage.devices, workers)
+
+    if weights.is_understudy:
+        args, kwargs = distributed_values.for_understudy((args, kwargs))
+    args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    frame = LoneFrame(strategy, make_group)
+    with storage.run(weights, name, reads_among(values)), traced("run {} [replica {}]", fn, 0), frame:
+        try:
+            workers.begin_step()
+            with in_use(device if callers_device is not None else None):
+                result = performed_alone(fn, args, kwargs)
+            refuse_unfinished(result)
+        finally:
+            frame.ends()
+    return None if result is None else weights.regrouped({0: result}, workers, are_results=True)
