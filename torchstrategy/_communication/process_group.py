@@ -43,6 +43,7 @@ from torchstrategy._core.torch_internals import unflattened
 _PATIENCE_S = 3.0  # in which all workers that wait for others say that they have lost one
 _LOOK = timedelta(seconds=0.25)  # how long a worker waits before it looks whether another one is lost
 _LISTEN_S = 0.02
+_LOST_S = 0.5  # so long after an operation of others has failed, this worker may hear that another one is lost
 _LONG_S = 2.0  # a worker that has waited for so long tells the others where
 _MESSAGE = 256  # bytes of the message with which every exchange begins
 _DIGEST = 8  # bytes of a `digest`
@@ -284,6 +285,14 @@ class ProcessGroup(Workers):
         if self._why_over is None and not isinstance(error, WorkerError) and not self.is_of_all(error):
             self._lines.say("failed", f"{self._who} failed: {described(error)}")
             self._close(f"this worker has failed: {described(error)}")
+
+    def lost(self, error: RuntimeError) -> RuntimeError:
+        if self._why_over is None and not isinstance(error, WorkerError) and not self.is_of_all(error):
+            self._lines.listen(_LOST_S)
+            if self._lines.has_news:
+                self._waits_since = time.monotonic()
+                return self._explained("an operation of the model's own", error)
+        return error
 
     # The parts of an exchange.
 

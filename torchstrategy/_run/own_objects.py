@@ -12,10 +12,8 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import sub
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -24,20 +22,24 @@ from torchstrategy._binding.attribute_contents import things_in
 from torchstrategy._binding.module_traversal import computed_by_hooks, parts_of, plain_attributes
 from torchstrategy._binding.proxies import is_torchs, parameters_of
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
-from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import is_in_replica, undisturbed
-from torchstrategy._core.torch_internals import backwards_run_by, requires_grad_of, versions
+from torchstrategy._core.torch_internals import requires_grad_of, run_by
+from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import InlineReplica
 from torchstrategy._execution.replica_weights import ReplicaWeights
-from torchstrategy._input.same_rows import Read, refuse_other_reads
+from torchstrategy._input.same_rows import Read, reads_among, refuse_other_reads
 from torchstrategy._replication.copyable import trainable_among
 from torchstrategy._replication.metrics import Metric, metrics_among
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.storage import Storage
-from torchstrategy._replication.worker_values import refuse_other_values, take_from_first_worker
+from torchstrategy._replication.worker_values import take_from_first_worker
 from torchstrategy._run.own_gradients import OwnGradients
 from torchstrategy._run.own_random import OwnRandom
+from torchstrategy._run.parameter_values import ValuesOfParameters, checksum
+from torchstrategy._run.row_peers import RowPeers
+from torchstrategy._run.sharded_models import refuse_flat
 from torchstrategy._run.trained_tensors import TrainedTensors
+from torchstrategy._run.wrapped_models import WrappedModels
 from torchstrategy._variables.kinds import SyncOnReadVariable, unwritten
 from torchstrategy._variables.variable import Variable
 
@@ -45,6 +47,7 @@ from torchstrategy._variables.variable import Variable
 # Note [What lone replicas keep alike]
 # - Parameters and variables: worker 0's values at the first run; after it, all workers make the same updates, of the
 #   gradients of the whole batch.
+#   Of parameters that are sharded each worker has a part: see Note [Gradients that others send].
 # - Buffers that a step writes: the workers' mean for running statistics, else those of the first worker that has rows.
 #   They are sent with the gradients of the next backward, or when the run ends.
 # - Random generators: see Note [Random streams of lone replicas].
@@ -75,6 +78,8 @@ class OwnObjects(Storage):
         self.gradients = OwnGradients(self._workers)
         self.random = OwnRandom(self._workers, self.devices[0])
         self._values = ValuesOfParameters(self._workers)
+        self._peers = RowPeers(self._workers, [self._workers.index])
+        self._wrapped = WrappedModels(self._workers)
         self._thread: int | None = None  # that of the run under way
         self._follows_first = False  # whether the generators of the workers were found to differ in this run
         self._metrics: list[Metric] = []
@@ -107,7 +112,7 @@ class OwnObjects(Storage):
 
     @contextmanager
     def run(
-        self, weights: ReplicaWeights, replica: InlineReplica, step: str, reads: Sequence[Read] = ()
+        self, weights: ReplicaWeights, replica: InlineReplica, step: str, leaves: Sequence[Tree], given: Tree
     ) -> Iterator[None]:
         """A run, from when it begins until it ends.
 
@@ -115,10 +120,12 @@ class OwnObjects(Storage):
             weights: How much the replica counts.
             replica: The replica.
             step: What to call the step.
-            reads: What the workers have read of the batch.
+            leaves: The leaves of the arguments of the run.
+            given: The arguments that the step gets in this worker.
         """
-        self._reads = reads
+        self._reads = reads_among(leaves)
         self._begin(weights, step)
+        self._peers.refuse_other_rows(leaves, given)
         replica.combining = self.random.for_all_workers
         as_before = unwritten(list(self._on_read.values())) if weights.is_understudy else nullcontext()
         self._thread = threading.get_ident()
@@ -126,10 +133,16 @@ class OwnObjects(Storage):
             with (
                 as_before,
                 self.random.drawing(),
-                backwards_run_by(self._run_backward),
+                run_by(self._run_backward, self._run_forward),
             ):
                 yield
             self._end(weights)
+        except RuntimeError as error:
+            # A model that is sharded waits for other workers itself, and does not tell which of them is lost.
+            lost = self._workers.lost(error) if self.gradients.tensors.sharded else error
+            if lost is error:
+                raise
+            raise lost from error
         finally:
             self._thread = None
             self._updating.clear()
@@ -139,13 +152,16 @@ class OwnObjects(Storage):
         if self._has_news or not self.gradients.tensors.is_same():
             # What the user has dropped must not be compared, so Python's collector of cycles runs first.
             gc.collect()
-            roots = _roots(self._parts())
+            parts = self._parts()
+            refuse_flat(parts)
+            roots = _roots(parts)
             _refuse_untrained(roots)
             known = [*_alive(self._variables.values()), *self._on_read.values()]
             take_from_first_worker(self._workers, roots, known)
             self.random.follow_first()
             self._has_news = False
             self._take_tensors()
+            self._take_sharded()
         else:
             self.gradients.tensors.begin_run()
         self.gradients.begin_run(weights, step, self)
@@ -173,25 +189,46 @@ class OwnObjects(Storage):
         self._values.take(tensors)
         self._metrics = metrics_among(modules, self.devices, self._workers)
 
+    def _take_sharded(self) -> None:
+        """Learns which workers compute together. Called in all workers, which have the same models."""
+        sharded, peers = self.gradients.tensors.sharded, RowPeers(self._workers, [self._workers.index])
+        if sharded:
+            sharded.take_from_first()
+            peers = RowPeers.of(self._workers, sharded)
+        if peers.first != self._peers.first:
+            self.random.draw_from(peers.first)
+        self._peers = peers
+
     def _parts(self) -> list[nn.Module]:
         """The modules of the scope, with those that were put into them elsewhere."""
         return parts_of(_alive(self._modules.values()))
 
     def _run_backward(self, backward: Callable[[], Any], makes_graph: bool) -> Any:
         if not self.gradients.tensors.is_same():
+            known = self.gradients.tensors.sharded.names()
             self._take_tensors()
-        return self.gradients.run_backward(backward, makes_graph)
+            if self.gradients.tensors.sharded.names() != known:
+                raise RuntimeError(_SHARDED_IN_STEP)
+        if not self.gradients.tensors.sharded:
+            return self.gradients.run_backward(backward, makes_graph)
+        with self.gradients.tensors.sharded.weighing(self.gradients.weight, self._workers.count):
+            return self.gradients.run_backward(backward, makes_graph)
+
+    def _run_forward(self, model: Any, forward: Callable[[], Any]) -> Any:
+        """Runs the forward of a `DistributedDataParallel`."""
+        return self._wrapped.run_forward(model, forward, self.gradients.tensors.index)
 
     # What has to be alike, and what is looked at if it is not
 
     def compare(self) -> None:
         """Notes what the next exchange compares."""
         compare, tensors = self._workers.compare, self.gradients.tensors
+        trained = [*tensors.parameters, *tensors.sharded.parameters()] if tensors.sharded else tensors.parameters
         for optimizer in list(self._optimizers.values()):
             compare(f"the settings of {type(optimizer).__name__}:", self._settings_of(optimizer))
         for stepper in list(self._steppers.values()):
             compare(f"the state of {type(stepper).__name__}:", _numbers(stepper))
-        compare("which parameters are trained:", "".join(map("01".__getitem__, requires_grad_of(tensors.parameters))))
+        compare("which parameters are trained:", "".join(map("01".__getitem__, requires_grad_of(trained))))
         compare("the modes of the modules:", tensors.modes())
 
     def _settings_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -227,15 +264,16 @@ class OwnObjects(Storage):
         parameters = parameters_of(optimizer)
         positions = list(map(self.gradients.tensors.index.get, map(id, parameters)))
         ours = [i for i in positions if i is not None]
-        if not ours and id(optimizer) not in self._optimizers:
+        others = [p for p, position in zip(parameters, positions, strict=True) if position is None]
+        strange = [p for p in others if not self.gradients.tensors.is_sharded(p)]
+        if len(strange) == len(parameters) and id(optimizer) not in self._optimizers:
             return
         name = type(optimizer).__name__
         if self._thread != threading.get_ident():
             raise RuntimeError(_ON_OTHER_THREAD.format(name, threading.current_thread().name))
-        if len(ours) < len(positions):
-            for position, parameter in zip(positions, parameters, strict=True):
-                if position is None and parameter.grad is not None:
-                    raise RuntimeError(_OUTSIDE.format(name, tuple(parameter.shape)))
+        for parameter in strange:
+            if parameter.grad is not None:
+                raise RuntimeError(_OUTSIDE.format(name, tuple(parameter.shape)))
         self._optimizers.setdefault(id(optimizer), optimizer)
         assigned = self.gradients.assigned(ours)
         if assigned:
@@ -255,7 +293,7 @@ class OwnObjects(Storage):
         gradients, tensors = self.gradients, self.gradients.tensors
         point = f"{name}.step()"
         found = {i: g for i in indices if (g := tensors.parameters[i].grad) is not None}
-        marks = list(map(_checksum, found.values()))
+        marks = list(map(checksum, found.values()))
         of_all = self._workers.all_gather_object((list(indices), marks), point)
         for w, (theirs, _) in enumerate(of_all):
             for i in set(theirs).symmetric_difference(indices):
@@ -288,74 +326,6 @@ class OwnObjects(Storage):
             return total.to(loss.dtype) if isinstance(loss, torch.Tensor) else total.item()
 
         return whole
-
-
-_SLICE = 1 << 12  # the elements of a tensor that are compared at a backward
-
-
-@final
-class ValuesOfParameters:
-    """Finds parameters that have other values in some workers.
-
-    Args:
-        workers: The processes that train together.
-    """
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self.take(TrainedTensors([], [], averages_buffers=True))
-
-    def take(self, tensors: TrainedTensors) -> None:
-        """Takes other parameters, which the workers have alike now."""
-        self._tensors = tensors
-        self._agreed = versions(tensors.parameters)
-        self._next = (0, 0)  # the tensor, and the element, with which the next slice begins
-
-    def mark(self) -> int:
-        """A number that differs where the workers have written parameters otherwise."""
-        moved = map(sub, versions(self._tensors.parameters), self._agreed)
-        writes = self._tensors.num_writes_between_runs
-        return hash((*moved, writes, self._checksum_of_next())) & 0xFFFFFFFF
-
-    def _checksum_of_next(self) -> int:
-        tensors = self._tensors.parameters
-        i, begin = self._next
-        if i >= len(tensors):
-            self._next = (0, 0)
-            return 0
-        tensor, end = tensors[i], begin + _SLICE
-        self._next = (i, end) if end < tensor.numel() else (i + 1, 0)
-        # To read the memory of an accelerator, the host would wait for it.
-        if not (tensor.is_cpu and tensor.is_contiguous()):
-            return 0
-        flat = tensor.detach().view(-1)[begin:end]
-        # NumPy adds up a few numbers in a third of the time, and does not know all dtypes.
-        integers = _INTEGERS_OF_NUMPY.get(tensor.dtype)
-        return _checksum(flat) if integers is None else int(flat.numpy().view(integers).sum(dtype=np.int64))
-
-    def refuse_others(self) -> None:
-        """Compares all values.
-
-        Raises:
-            RuntimeError: Naming a tensor that has other values in another worker.
-        """
-        tensors, buffers = self._tensors, self._tensors.known_buffers()
-        names, values = [*tensors.names(), *buffers], [*tensors.parameters, *buffers.values()]
-        refuse_other_values(self._workers, names, values)
-        self._agreed = versions(tensors.parameters)
-        tensors.num_writes_between_runs = 0
-
-
-_INTEGERS_OF_NUMPY = {torch.float32: np.int32, torch.float64: np.int64}
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """A number that differs where the bits of two tensors do, but for unlikely cases."""
-    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    if dense.is_complex():
-        dense = torch.view_as_real(dense)
-    return int(dense.contiguous().view(_INTEGERS[dense.element_size()]).sum(dtype=torch.int64))
 
 
 def _may_draw(optimizer: Optimizer) -> bool:
@@ -427,6 +397,11 @@ _OUTSIDE = (
     "{}.step() was called in a replica, and it updates a parameter of shape {} that no module of strategy.scope() has: "
     "its gradient is that of this worker's rows, so each worker would make another update. Make its module in the "
     "scope, or give it to strategy.distribute_module(model)."
+)
+
+_SHARDED_IN_STEP = (
+    "A model was sharded during strategy.run. The workers compare before a run how their models are sharded: call "
+    "fully_shard, or parallelize_module, before strategy.run."
 )
 
 _ASSIGNED = (

@@ -42,7 +42,7 @@ from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputOptions
-from torchstrategy._input.same_rows import mention_reads, reads_among
+from torchstrategy._input.same_rows import mention_reads
 from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._run.own_objects import OwnObjects
 from torchstrategy._strategy.replica_context import LoneFrame, running_context
@@ -160,8 +160,8 @@ class ReplicatedExtended(StrategyExtended):
         given = distributed_values.for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
         own_args, own_kwargs = distributed_values.select(given, 0)
         name = getattr(fn, "__name__", type(fn).__name__)
-        reads = reads_among(leaves)
-        with storage.run(weights, replica, name, reads), traced("run {} [replica {}]", fn, 0), Frame(strategy, context):
+        run = storage.run(weights, replica, name, leaves, (own_args, own_kwargs))
+        with run, traced("run {} [replica {}]", fn, 0), Frame(strategy, context):
             try:
                 self._workers.begin_step()
                 with in_use(storage.devices[0]):
