@@ -166,6 +166,39 @@ def test_a_killed_training_that_torchrun_restarts_ends_with_the_weights_of_an_un
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_a_sharded_training_stops_and_goes_on_with_other_processes(tmp_path: Path) -> None:
+    program = str(EXAMPLES / "sharded.py")
+    stopped = output_of_python(*torchrun(2), program, "--stop", "20", folder=tmp_path)
+    assert stopped.splitlines() == ["the training stops after step 20"]
+    for count in (4, 2):  # the second time there is no checkpoint any more
+        output = output_of_python(*torchrun(count), program, "--check", folder=tmp_path).splitlines()
+        assert (output[0] == "the training goes on after step 14") == (count == 4)
+        assert output[-2].startswith("test accuracy 8")
+        assert re.fullmatch(r"largest difference from plain PyTorch: \d\.\de-1\d", output[-1])
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def sharded(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("sharded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [1e-3, float("nan")])
+def test_the_check_of_a_sharded_training_fails_when_a_weight_differs(sharded: ModuleType, damage: float) -> None:
+    torch.manual_seed(0)
+    plain = sharded.Transformer().double()
+    model = sharded.Transformer().double()
+    model.load_state_dict(plain.state_dict())
+    sharded.check(model, plain)
+    with torch.no_grad():
+        model.head.bias[0] += damage
+    with pytest.raises(SystemExit, match="the weights are not those of plain PyTorch"):
+        sharded.check(model, plain)
+
+
 PARTS = ("model", "optimizer", "scheduler", "dataset", "random")
 
 

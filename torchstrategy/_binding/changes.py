@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from torchstrategy._binding.attribute_contents import SEQUENCES, attributes, table_type
+from torchstrategy._core.expanded import write_values
 from torchstrategy._core.torch_internals import (
     are_dense,
     keeping_version,
@@ -326,7 +327,7 @@ def write_value(buffer: torch.Tensor, value: torch.Tensor, is_counted: bool = Tr
             buffer.copy_(value)
         return
     with nullcontext() if is_counted else keeping_version(buffer):
-        buffer.copy_(value.detach())
+        write_values(buffer, value.detach())
 
 
 def can_compare(copied: torch.Tensor, original: torch.Tensor) -> bool:

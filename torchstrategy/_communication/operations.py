@@ -12,7 +12,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from torchstrategy._communication.joining import leak
 from torchstrategy._communication.lifelines import Lifelines
+from torchstrategy._communication.native_dtypes import from_addable
 from torchstrategy._communication.workers import PACK
+from torchstrategy._core.torch_internals import unflattened
 
 Begin = Callable[[dist.ProcessGroup], Iterable["dist.Work | None"]]
 
@@ -69,9 +71,6 @@ def begin_sum(flat: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Wor
         yield group.allreduce([piece], options)  # as `dist.all_reduce` does after a dozen checks
 
 
-def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes on a tensor, which may be an expanded one: torch refuses to write on each number several times."""
-    for dim, stride in enumerate(tensor.stride()):
-        if not stride and tensor.numel():
-            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    tensor.copy_(values)
+def split_sum(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The parts of a sum that was made of several tensors in one, each with the dtype and shape of its own."""
+    return unflattened(from_addable(flat.to(like[0].device), like[0].dtype), like)

@@ -19,28 +19,23 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from torchstrategy._communication import joining
 from torchstrategy._communication.blame import guess_lost, told_of_lost
 from torchstrategy._communication.comparisons import by_name, comparable, differences
 from torchstrategy._communication.inherited import give_back, noting_sockets
-from torchstrategy._communication.joining import (
-    devices_of,
-    end_before_leaving,
-    groups_of,
-    has_lost_worker,
-    leak,
-    meeting_of,
-)
 from torchstrategy._communication.meeting import name_of
 from torchstrategy._communication.native_dtypes import as_addable, bits, from_addable
-from torchstrategy._communication.operations import Begin, Operation, begin_sum, end_groups, leave_groups, write_values
+from torchstrategy._communication.operations import Begin, Operation, begin_sum, end_groups, leave_groups, split_sum
 from torchstrategy._communication.wire import decode, encode
 from torchstrategy._communication.workers import MENTIONED, WorkerError, Workers, digest, packs_of
 from torchstrategy._core.errors import described
+from torchstrategy._core.expanded import write_values
 from torchstrategy._core.torch_internals import are_on_cpu, unflattened
 
 _PATIENCE_S = 3.0  # in which all workers that wait for others say that they have lost one
 _LOOK = timedelta(seconds=0.25)  # how long a worker waits before it looks whether another one is lost
 _LISTEN_S = 0.02
+_LOST_S = 0.5  # so long after an operation of others has failed, this worker may hear that another one is lost
 _LONG_S = 2.0  # a worker that has waited for so long tells the others where
 _MESSAGE = 256  # bytes of the message with which every exchange begins
 _DIGEST = 8  # bytes of a `digest`
@@ -102,19 +97,19 @@ class ProcessGroup(Workers):
         super().__init__(len(ranks), ranks.index(dist.get_rank()))
         key = tuple(ranks)
         _met[key] += 1
-        meeting = meeting_of(f"{digest(str(key).encode()).hex()}/{_met[key]}", self.index, self.count, timeout)
+        meeting = joining.meeting_of(f"{digest(str(key).encode()).hex()}/{_met[key]}", self.index, self.count, timeout)
         self._names = meeting.meet()
         self._lines = meeting.lines
         with noting_sockets():
-            self._groups = meeting.watched(partial(groups_of, ranks, group, timeout))
+            self._groups = meeting.watched(partial(joining.groups_of, ranks, group, timeout))
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch lets each operation wait until all workers have begun it.
         self.can_overlap = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL"
         self._under_way: list[Operation] = []
         self._finalizer = weakref.finalize(self, leave_groups, self._groups, self._under_way, self._lines)
-        end_before_leaving(self._finalizer)
+        joining.end_before_leaving(self._finalizer)
         _used.add(self)
         self._process = os.getpid()
-        self._devices = devices_of(dist.get_backend_config(self._groups[_DATA]))
+        self._devices = joining.devices_of(dist.get_backend_config(self._groups[_DATA]))
         self._who = name_of(self.index, self.count)
         self._num_runs = 0
         self._point = "the first run"
@@ -165,7 +160,7 @@ class ProcessGroup(Workers):
         self._exchange(where, _DATA, flat, lambda group: chain.from_iterable(begin_sum(one, group) for one in flat))
         sums: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
         for one, pack in zip(flat, packs, strict=True):
-            for i, part in zip(pack, self._parts(one, [tensors[i] for i in pack]), strict=True):
+            for i, part in zip(pack, split_sum(one, [tensors[i] for i in pack]), strict=True):
                 sums[i] = part
         return sums
 
@@ -253,6 +248,14 @@ class ProcessGroup(Workers):
         if self._why_over is None and not isinstance(error, WorkerError) and not self.is_of_all(error):
             self._lines.say("failed", f"{self._who} failed: {described(error)}")
             self._close(f"this worker has failed: {described(error)}")
+
+    def lost(self, error: RuntimeError) -> RuntimeError:
+        if self._why_over is None and not isinstance(error, WorkerError) and not self.is_of_all(error):
+            self._lines.listen(_LOST_S)
+            if self._lines.has_news:
+                self._waits_since = time.monotonic()
+                return self._explained("an operation of the model's own", error)
+        return error
 
     # The parts of an exchange.
 
@@ -424,7 +427,7 @@ class ProcessGroup(Workers):
     def _close(self, why: str) -> None:
         """Makes all exchanges of this and of the other workers fail."""
         self._why_over = why
-        has_lost_worker()
+        joining.has_lost_worker()
         end_groups(self._groups, self._under_way)
 
     def _refuse_in_child(self) -> None:
@@ -439,7 +442,7 @@ class ProcessGroup(Workers):
         """In a forked process: nothing of this is its own. It closes nothing, since it has not the threads to do so."""
         self._finalizer.detach()
         for thing in (*self._groups, *self._under_way):
-            leak(thing)
+            joining.leak(thing)
         self._groups.clear()
         self._under_way.clear()
         self._why_over = "this process was forked from a worker"
@@ -452,10 +455,6 @@ class ProcessGroup(Workers):
         """The elements of tensors of one dtype and device in one new tensor, of a dtype that backends add up."""
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         return self._sendable(as_addable(flat))
-
-    def _parts(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The reverse of `_flat`."""
-        return unflattened(from_addable(flat.to(like[0].device), like[0].dtype), like)
 
 
 _APART = (

@@ -150,6 +150,13 @@ class Workers:
     def failed(self, error: BaseException) -> None:
         """Tells the other workers that this one leaves by an exception, unless they have it, too."""
 
+    def lost(self, error: RuntimeError) -> RuntimeError:
+        """The error that names a lost worker, if an operation that somebody else has begun failed because of it.
+
+        Else the error itself.
+        """
+        return error
+
     @final
     def note_of_all(self, error: BaseException) -> None:
         """Says of an error that all workers raise one at this exchange, so that they can go on together."""

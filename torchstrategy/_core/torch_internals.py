@@ -6,6 +6,7 @@ When torch moves one of them, this file changes and no other does.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -239,46 +240,113 @@ _run_engine = _autograd._engine_run_backward
 
 # Runs a backward: it is called with a function that does so, and with whether the gradients get a graph.
 AroundBackward = Callable[[Callable[[], Any], bool], Any]
+# Runs the forward of a `DistributedDataParallel`: it is called with the module, and with a function that does so.
+AroundForward = Callable[[Any, Callable[[], Any]], Any]
 
 
-class _Backwards(threading.local):
-    """What runs the backwards of this thread; None: torch alone."""
+class _Around(threading.local):
+    """What runs the backwards of this thread, and the forwards of its `DistributedDataParallel`s; None: torch alone."""
 
-    around: AroundBackward | None = None
+    backward: AroundBackward | None = None
+    forward: AroundForward | None = None
 
 
-_backwards = _Backwards()
+_around = _Around()
 
 
 def _run_backward(outputs: Any, grads: Any, keeps_graph: bool, makes_graph: bool, *args: Any, **kwargs: Any) -> Any:
     plain = functools.partial(_run_engine, outputs, grads, keeps_graph, makes_graph, *args, **kwargs)
-    around = _backwards.around
+    around = _around.backward
     if around is None or not kwargs.get("accumulate_grad"):
         return plain()
-    _backwards.around = None  # a backward within this one, as of a reentrant checkpoint, is a part of it
+    _around.backward = None  # a backward within this one, as of a reentrant checkpoint, is a part of it
     try:
         return around(plain, makes_graph)
     finally:
-        _backwards.around = around
+        _around.backward = around
 
 
-class backwards_run_by(AbstractContextManager[None]):
-    """A block in which `around` runs each backward of this thread that adds to `.grad` of leaves.
+# Nothing public tells which `DistributedDataParallel`s hold a module, and torch would call a forward hook for all
+# modules at the forward of each.
+_DistributedDataParallel: Any = torch.nn.parallel.DistributedDataParallel
+_run_forward = _DistributedDataParallel.forward
 
-    Every run enters such a block, so that it is no generator.
+
+@functools.wraps(_run_forward)
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    if _around.forward is None:
+        return _run_forward(module, *args, **kwargs)
+    return _around.forward(module, functools.partial(_run_forward, module, *args, **kwargs))
+
+
+class run_by(AbstractContextManager[None]):
+    """A block in which `backward` runs each backward of this thread that adds to `.grad` of leaves.
+
+    And `forward` runs each forward of a `DistributedDataParallel`. Every run enters such a block, so that it is no
+    generator.
     """
 
-    __slots__ = ("_around", "_before")
+    __slots__ = ("_backward", "_before", "_forward")
 
-    def __init__(self, around: AroundBackward) -> None:
-        self._around = around
+    def __init__(self, backward: AroundBackward, forward: AroundForward) -> None:
+        self._backward, self._forward = backward, forward
 
     def __enter__(self) -> None:
-        _autograd._engine_run_backward = _run_backward
-        self._before, _backwards.around = _backwards.around, self._around
+        _autograd._engine_run_backward, _DistributedDataParallel.forward = _run_backward, _forward
+        self._before = _around.backward, _around.forward
+        _around.backward, _around.forward = self._backward, self._forward
 
     def __exit__(self, *exception: Any) -> None:
-        _backwards.around = self._before
+        _around.backward, _around.forward = self._before
+
+
+def is_distributed_tensor(tensor: object) -> bool:
+    """Whether a tensor is a `DTensor`, which has a part in each of several processes.
+
+    To import its class takes a second, and who has not imported it has none.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def is_flat_sharded(module: torch.nn.Module) -> bool:
+    """Whether a module is a `FullyShardedDataParallel`, which came before `fully_shard`."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def sharding_groups(module: torch.nn.Module) -> Sequence[Any]:
+    """The groups of parameters that `fully_shard` has made of a module; empty if it has not sharded the module.
+
+    `FSDPModule` sets how it communicates, but does not tell it. Nor does it tell which parameters are its own: between
+    forward and backward, its modules may have whole ones in their place.
+    """
+    state = getattr(module, "_get_fsdp_state", None)
+    if state is None:
+        return ()
+    groups: Sequence[Any] | None = getattr(state(), "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    one = state()._fsdp_param_group  # torch before 2.12
+    return () if one is None else (one,)
+
+
+def places_of_sharded(parameter: Any) -> list[tuple[torch.nn.Module, str]]:
+    """The modules that have a parameter of one of `sharding_groups`, each with the name under which it has it."""
+    info = parameter._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
+
+
+def whole_of_sharded(parameter: Any) -> torch.Tensor | None:
+    """The whole parameter, for which backward computes a gradient; None: forward has not put it together yet."""
+    whole: torch.Tensor | None = getattr(parameter, "_unsharded_param", None)
+    return whole
+
+
+def communication_hooks(module: Any) -> bool:
+    """Whether a `DistributedDataParallel` has hooks of its own for its communication, which it does not tell."""
+    return bool(module._comm_hooks)
 
 
 def will_be_reached(leaf: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from torchstrategy._binding.module_traversal import (
     tensors_with_attributes,
 )
 from torchstrategy._binding.proxies import plain_class
+from torchstrategy._core.torch_internals import is_distributed_tensor
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import is_variable
 
@@ -107,6 +108,11 @@ def _refuse_parameter(name: str, parameter: torch.Tensor) -> None:
             "that copies could not be kept in step. Make the model outside of that mode."
         )
     if plain_class(type(parameter)) is not nn.Parameter and not is_variable(parameter):
+        if is_distributed_tensor(parameter):
+            raise TypeError(
+                f"{name} is a DTensor, of which each process has a part, and this strategy makes copies of whole "
+                "models. Use MultiWorkerMirroredStrategy with one device in each process: it trains sharded models."
+            )
         kind = type(parameter).__name__
         if plain_class(type(parameter)) is torch.Tensor:
             raise TypeError(

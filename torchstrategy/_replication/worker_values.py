@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchstrategy._communication.native_dtypes import bits
 from torchstrategy._communication.workers import IN_RUN, Workers, digest
+from torchstrategy._core.errors import plural
+from torchstrategy._core.torch_internals import is_distributed_tensor
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable
 
@@ -30,7 +33,7 @@ def take_from_first_worker(workers: Workers, roots: Sequence[nn.Module], variabl
     known = [(name, t) for name, t in named if isinstance(t, torch.Tensor) and not isinstance(t, SyncOnReadVariable)]
     tensors = {id(t): (name, t) for name, t in known}.values()
     point = "the beginning of the first run"
-    of_all = workers.all_gather_object([(name, tuple(t.shape), t.dtype) for name, t in tensors], point)
+    of_all = workers.all_gather_object([(name, tuple(t.shape), t.dtype, _parts(t)) for name, t in tensors], point)
     for w, theirs in enumerate(of_all):
         for one, other in zip_longest(of_all[0], theirs):
             if one != other:
@@ -39,7 +42,8 @@ def take_from_first_worker(workers: Workers, roots: Sequence[nn.Module], variabl
                     f"{_shown(other)}. Make the same modules and variables, in the same order, on all workers."
                 )
     with torch.no_grad():
-        workers.broadcast([t for _, t in tensors], 0, point)
+        # Each worker has a part of its own of a tensor that is sharded.
+        workers.broadcast([t for _, t in tensors if not is_distributed_tensor(t)], 0, point)
 
 
 def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
@@ -60,8 +64,30 @@ def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequenc
                 )
 
 
-def _shown(entry: tuple[str, tuple[int, ...], torch.dtype] | None) -> str:
-    return "nothing" if entry is None else f"{entry[0]} of shape {entry[1]} and {entry[2]}"
+def refuse_other_writes(workers: Workers, names: Sequence[str], num_writes: Sequence[int]) -> None:
+    """Refuses a run if a worker has written its part of a sharded tensor more often than another one.
+
+    Raises:
+        RuntimeError: Naming the first tensor that differs.
+    """
+    of_all = workers.all_gather_object(list(num_writes), "the values that a worker has written")
+    for w, theirs in enumerate(of_all):
+        for name, one, other in zip(names, of_all[0], theirs, strict=True):
+            if one != other:
+                raise RuntimeError(
+                    f"Worker 0 has written its part of {name} in place {plural(one, 'time')}, and worker {w} "
+                    f"{plural(other, 'time')}. The parts of all workers are one tensor: write them in all of them, as "
+                    "where a checkpoint is loaded."
+                )
+
+
+def _parts(tensor: Any) -> str:
+    """How a tensor is sharded."""
+    return f", sharded as {tensor.placements}" if is_distributed_tensor(tensor) else ""
+
+
+def _shown(entry: tuple[str, tuple[int, ...], torch.dtype, str] | None) -> str:
+    return "nothing" if entry is None else f"{entry[0]} of shape {entry[1]} and {entry[2]}{entry[3]}"
 
 
 def mention_written(workers: Workers, indices: set[int]) -> None:

@@ -4,11 +4,16 @@ Several workers that have a replica each need no copies. The step of each worker
 else that the program has, as under `OneDeviceStrategy`. When a backward ends, the workers weigh and add up its
 gradients, so that `.grad` is that of the whole batch, and the update is the same in all workers.
 
-    trained_tensors    the parameters and buffers that all workers have alike
-    gradient_plans     which gradients the workers send together, and in which order
-    marks              the numbers by which workers see, without a message, whether they are alike
-    user_hooks         the user's hooks on parameters
-    own_gradients      what happens when a backward begins and ends
-    own_random         the random numbers that the replica of a worker draws
-    own_objects        the objects of the scope, and one run with them
+    sharded_models      parameters of which each worker has a part, and who sends their gradients
+    row_peers           workers that need the same rows, because they compute one model together
+    wrapped_models      models in a `DistributedDataParallel`
+    trained_tensors     the parameters and buffers that all workers have alike
+    parameter_values    whether the workers still have the same values of these
+    gradient_plans      which gradients the workers send together, and in which order
+    marks               the numbers by which workers see, without a message, whether they are alike
+    assigned_gradients  gradients that a step puts into `.grad` itself
+    user_hooks          the user's hooks on parameters
+    own_gradients       what happens when a backward begins and ends
+    own_random          the random numbers that the replica of a worker draws
+    own_objects         the objects of the scope, and one run with them
 """

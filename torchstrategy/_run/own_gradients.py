@@ -10,10 +10,8 @@ it may do in plain PyTorch. See Note [How workers agree without a message].
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -33,6 +31,7 @@ from torchstrategy._core.torch_internals import (
     unflattened,
 )
 from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._run.assigned_gradients import AssignedGradients
 from torchstrategy._run.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, Pack
 from torchstrategy._run.marks import Mark, MarkFormat, Verdict
 from torchstrategy._run.trained_tensors import BufferLayout, TrainedTensors
@@ -86,14 +85,13 @@ class OwnGradients:
         self._last: GradientPlan | None = None  # that of the newest exchange
         # By the plan of an exchange: the plan of the exchange that came next.
         self._next: dict[GradientPlan | None, GradientPlan] = {}
-        # The gradients that the newest exchange has made, by the positions of their parameters.
-        self._made: list[Callable[[], torch.Tensor | None]] = []
+        self._assigned = AssignedGradients(workers)
 
     def train(self, tensors: TrainedTensors) -> None:
         """Takes other parameters and buffers. Nothing is predicted of them."""
         self.tensors = tensors
         self._plans, self._last, self._next = {}, None, {}
-        self._made = [_nothing] * len(tensors.parameters)
+        self._assigned.train(tensors)
 
     def begin_run(self, weights: ReplicaWeights, step: str, mentions: Mentions) -> None:
         """A run begins.
@@ -109,6 +107,8 @@ class OwnGradients:
         self._step, self._num_backwards = step, 0
         self.has_exchanged = False  # whether the workers have told one another whether they leave, in this run
         self._mentions = mentions
+        if self._assigned.find():  # the program has put gradients there between runs
+            self._assigned.note_all()
 
     def end_run(self) -> None:
         """The run is over: nothing of it is kept."""
@@ -139,8 +139,10 @@ class OwnGradients:
         self._num_backwards += 1
         self._name = f"the gradients of backward {self._num_backwards} of {self._step}"
         parameters = self.tensors.parameters
-        there = zip(parameters, raw_grads(parameters), strict=True)
-        self._old = [(parameter, gradient) for parameter, gradient in there if gradient is not None]
+        self._old = _with_gradients(parameters)
+        if self._old:
+            self.settle_assigned(self._name)
+            self._old = _with_gradients(parameters)
         for parameter, _ in self._old:
             parameter.grad = None
         hooked = parameters if have_gradient_hooks(parameters) else []
@@ -394,7 +396,7 @@ class OwnGradients:
             hooks.call_on_gradient()
         for parameter, old in self._old:
             parameter.grad = _added(old, parameter.grad)
-        self._made = [_nothing if g is None else weakref.ref(g) for g in raw_grads(parameters)]
+        self._assigned.note_all()
         self._old, self._sums = [], {}
         for hooks in self._hooks:
             hooks.give_back()
@@ -414,22 +416,17 @@ class OwnGradients:
             _, values = self._exchanged(plan, own, None)
             self.tensors.write_buffers(values)
 
-    def assigned(self, indices: Sequence[int]) -> list[int]:
-        """The positions, of some, of parameters whose gradient no exchange has made: the step has put it there."""
-        parameters = self.tensors.parameters
-        gradients = raw_grads([parameters[i] for i in indices])
-        made = [self._made[i]() for i in indices]
-        if all(map(is_, gradients, made)):
-            return []
-        rows = zip(indices, gradients, made, strict=True)
-        return [i for i, gradient, known in rows if gradient is not None and gradient is not known]
+    def settle_assigned(self, point: str, indices: Sequence[int] | None = None) -> None:
+        """Makes gradients that the step has assigned those of the whole batch.
 
-    def note_made(self, indices: Sequence[int]) -> None:
-        """Says that the gradients of some parameters are those of the whole batch."""
-        for i in indices:
-            gradient = self.tensors.parameters[i].grad
-            assert gradient is not None
-            self._made[i] = weakref.ref(gradient)
+        Args:
+            point: Where the step is, as the user would write it.
+            indices: The positions of parameters. None: of all.
+        """
+        found = self._assigned.find(indices)
+        if found:
+            with undisturbed():
+                self._assigned.add_up(found, self.weight, point)
 
     def _refuse_graphs(self) -> None:
         """Lets a backward that comes to a gradient of the whole batch raise an error."""
@@ -438,8 +435,8 @@ class OwnGradients:
                 if gradient is None:
                     continue
                 gate = torch.ones((), requires_grad=True)
-                self.tensors.parameters[i].grad = kept = _without_graph(gradient, gate)
-                self._made[i] = weakref.ref(kept)
+                self.tensors.parameters[i].grad = _without_graph(gradient, gate)
+        self._assigned.note_all()
 
     def _undo(self) -> None:
         """A backward has raised: gradients and hooks are as before it."""
@@ -459,8 +456,10 @@ class _SentPack(NamedTuple):
     flat: torch.Tensor  # the memory for the sums
 
 
-def _nothing() -> None:
-    """Stands for a gradient that no exchange has made."""
+def _with_gradients(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters that have a gradient, each with it."""
+    pairs = zip(parameters, raw_grads(parameters), strict=True)
+    return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

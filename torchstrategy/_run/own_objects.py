@@ -12,7 +12,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import sub
 from typing import Any, final
 
 import torch
@@ -23,19 +22,23 @@ from torchstrategy._binding.attribute_contents import things_in
 from torchstrategy._binding.module_traversal import computed_by_hooks, parts_of, plain_attributes
 from torchstrategy._binding.proxies import is_torchs, parameters_of
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
-from torchstrategy._communication.workers import Workers
-from torchstrategy._core.context import is_in_replica, undisturbed
-from torchstrategy._core.torch_internals import backwards_run_by, versions
+from torchstrategy._core.context import is_in_replica
+from torchstrategy._core.torch_internals import run_by
+from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica_weights import ReplicaWeights
-from torchstrategy._input.same_rows import Read, refuse_other_reads
+from torchstrategy._input.same_rows import Read, reads_among, refuse_other_reads
 from torchstrategy._replication.copyable import trainable_among
 from torchstrategy._replication.metrics import Metric, metrics_among
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.storage import Storage
-from torchstrategy._replication.worker_values import refuse_other_values, take_from_first_worker
+from torchstrategy._replication.worker_values import take_from_first_worker
 from torchstrategy._run.own_gradients import OwnGradients
 from torchstrategy._run.own_random import OwnRandom
+from torchstrategy._run.parameter_values import ValuesOfParameters
+from torchstrategy._run.row_peers import RowPeers
+from torchstrategy._run.sharded_models import refuse_flat
 from torchstrategy._run.trained_tensors import TrainedTensors
+from torchstrategy._run.wrapped_models import WrappedModels
 from torchstrategy._variables.kinds import SyncOnReadVariable, unwritten
 from torchstrategy._variables.variable import Variable
 
@@ -43,6 +46,7 @@ from torchstrategy._variables.variable import Variable
 # Note [What lone replicas keep alike]
 # - Parameters and variables: worker 0's values at the first run; after it, all workers make the same updates, of the
 #   gradients of the whole batch.
+#   Of parameters that are sharded each worker has a part: see Note [Gradients that others send].
 # - Buffers that a step writes: the workers' mean for running statistics, else those of the first worker that has rows.
 #   They are sent with the gradients of the next backward, or when the run ends.
 # - Random generators: see Note [Random streams of lone replicas].
@@ -74,6 +78,8 @@ class OwnObjects(Storage):
         self.gradients = OwnGradients(self._workers)
         self.random = OwnRandom(self._workers, self.devices[0])
         self._values = ValuesOfParameters(self._workers)
+        self._peers = RowPeers(self._workers, [self._workers.index])
+        self._wrapped = WrappedModels(self._workers)
         self._thread: int | None = None  # that of the run under way
         self._follows_first = False  # whether the generators of the workers were found to differ in this run
         self._metrics: list[Metric] = []
@@ -103,26 +109,34 @@ class OwnObjects(Storage):
     # A run
 
     @contextmanager
-    def run(self, weights: ReplicaWeights, step: str, reads: Sequence[Read] = ()) -> Iterator[None]:
+    def run(self, weights: ReplicaWeights, step: str, values: Sequence[Tree], given: Tree) -> Iterator[None]:
         """A run, from when it begins until it ends.
 
         Args:
             weights: How much the replica counts.
             step: What to call the step.
-            reads: What the workers have read of the batch.
+            values: The distributed values among the arguments of the run.
+            given: The arguments that the step gets in this worker.
         """
-        self._reads = reads
+        self._reads = reads_among(values)
         self._begin(weights, step)
+        self._peers.refuse_other_rows(values, given)
         as_before = unwritten(list(self._on_read.values())) if weights.is_understudy else nullcontext()
         self._thread = threading.get_ident()
         try:
             self.random.begin_run()
             try:
-                with as_before, backwards_run_by(self._run_backward):
+                with as_before, run_by(self._run_backward, self._run_forward):
                     yield
             finally:
                 self.random.end_run()
             self._end(weights)
+        except RuntimeError as error:
+            # A model that is sharded waits for other workers itself, and does not tell which of them is lost.
+            lost = self._workers.lost(error) if self.gradients.tensors.sharded else error
+            if lost is error:
+                raise
+            raise lost from error
         finally:
             self._thread = None
             self._updating.clear()
@@ -132,13 +146,16 @@ class OwnObjects(Storage):
         if self._has_news or not self.gradients.tensors.is_same():
             # What the user has dropped must not be compared, so Python's collector of cycles runs first.
             gc.collect()
-            roots = _roots(self._parts())
+            parts = self._parts()
+            refuse_flat(parts)
+            roots = _roots(parts)
             _refuse_untrained(roots)
             known = [*_alive(self._variables.values()), *self._on_read.values()]
             take_from_first_worker(self._workers, roots, known)
             self.random.follow_first()
             self._has_news = False
             self._take_tensors()
+            self._take_sharded()
         else:
             self.gradients.tensors.begin_run()
         self.gradients.begin_run(weights, step, self)
@@ -150,6 +167,7 @@ class OwnObjects(Storage):
         if self._follows_first:
             self._follows_first = False
             self.random.follow_first()
+        self.gradients.settle_assigned("the end of strategy.run")
         self.gradients.send_buffers()
         if self._workers.watches_leaving and not self.gradients.has_exchanged:
             asked = self._workers.all_gather_object(self._workers.is_asked_to_leave, "the end of strategy.run")
@@ -166,14 +184,34 @@ class OwnObjects(Storage):
         self._values.take(tensors)
         self._metrics = metrics_among(modules, self.devices, self._workers)
 
+    def _take_sharded(self) -> None:
+        """Learns which workers compute together. Called in all workers, which have the same models."""
+        sharded, peers = self.gradients.tensors.sharded, RowPeers(self._workers, [self._workers.index])
+        if sharded:
+            sharded.take_from_first()
+            peers = RowPeers.of(self._workers, sharded)
+        if peers.first != self._peers.first:
+            self.random.draw_from(peers.first)
+        self._peers = peers
+
     def _parts(self) -> list[nn.Module]:
         """The modules of the scope, with those that were put into them elsewhere."""
         return parts_of(_alive(self._modules.values()))
 
     def _run_backward(self, backward: Callable[[], Any], makes_graph: bool) -> Any:
         if not self.gradients.tensors.is_same():
+            known = self.gradients.tensors.sharded.names()
             self._take_tensors()
-        return self.gradients.run_backward(backward, makes_graph)
+            if self.gradients.tensors.sharded.names() != known:
+                raise RuntimeError(_SHARDED_IN_STEP)
+        if not self.gradients.tensors.sharded:
+            return self.gradients.run_backward(backward, makes_graph)
+        with self.gradients.tensors.sharded.weighing(self.gradients.weight, self._workers.count):
+            return self.gradients.run_backward(backward, makes_graph)
+
+    def _run_forward(self, model: Any, forward: Callable[[], Any]) -> Any:
+        """Runs the forward of a `DistributedDataParallel`."""
+        return self._wrapped.run_forward(model, forward, self.gradients.tensors.index)
 
     # What has to be alike, and what is looked at if it is not
 
@@ -220,21 +258,19 @@ class OwnObjects(Storage):
         parameters = parameters_of(optimizer)
         positions = list(map(self.gradients.tensors.index.get, map(id, parameters)))
         ours = [i for i in positions if i is not None]
-        if not ours and id(optimizer) not in self._optimizers:
+        others = [p for p, position in zip(parameters, positions, strict=True) if position is None]
+        strange = [p for p in others if not self.gradients.tensors.is_sharded(p)]
+        if len(strange) == len(parameters) and id(optimizer) not in self._optimizers:
             return
         name = type(optimizer).__name__
         if self._thread != threading.get_ident():
             raise RuntimeError(_ON_OTHER_THREAD.format(name, threading.current_thread().name))
-        if len(ours) < len(positions):
-            for position, parameter in zip(positions, parameters, strict=True):
-                if position is None and parameter.grad is not None:
-                    raise RuntimeError(_OUTSIDE.format(name, tuple(parameter.shape)))
+        for parameter in strange:
+            if parameter.grad is not None:
+                raise RuntimeError(_OUTSIDE.format(name, tuple(parameter.shape)))
         if id(optimizer) not in self._optimizers:
             self.take_stepper(optimizer)
-        assigned = self.gradients.assigned(ours)
-        if assigned:
-            with undisturbed():
-                self._add_up_assigned(assigned, name)
+        self.gradients.settle_assigned(f"{name}.step()", ours)
         if _may_draw(optimizer):
             self._updating.append(self.random.for_all_workers())
             self._updating[-1].__enter__()
@@ -243,23 +279,6 @@ class OwnObjects(Storage):
         """Called after any optimizer in the process has taken a step, on its thread."""
         if self._updating and self._thread == threading.get_ident() and _may_draw(optimizer):
             self._updating.pop().__exit__(None, None, None)
-
-    def _add_up_assigned(self, indices: Sequence[int], name: str) -> None:
-        """Gradients that the step has put there itself: they are alike in all workers, or of each worker's own rows."""
-        gradients, tensors = self.gradients, self.gradients.tensors
-        point = f"{name}.step()"
-        found = {i: g for i in indices if (g := tensors.parameters[i].grad) is not None}
-        marks = list(map(_checksum, found.values()))
-        of_all = self._workers.all_gather_object((list(indices), marks), point)
-        for w, (theirs, _) in enumerate(of_all):
-            for i in set(theirs).symmetric_difference(indices):
-                raise RuntimeError(_ASSIGNED.format(tensors.names()[i], self._workers.index, w))
-        unlike = [i for k, i in enumerate(indices) if len({marks[k] for _, marks in of_all}) > 1]
-        own = [found[i].detach() for i in unlike]
-        weighed = [g.to_dense() * gradients.weight if gradients.weight else torch.zeros_like(g.to_dense()) for g in own]
-        for i, total in zip(unlike, self._workers.all_reduce(weighed, point, agreed=True), strict=True):
-            tensors.parameters[i].grad = total
-        gradients.note_made(indices)
 
     def changed_arguments(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a step, with a closure whose loss is that of the whole batch; None: as they are."""
@@ -282,74 +301,6 @@ class OwnObjects(Storage):
             return total.to(loss.dtype) if isinstance(loss, torch.Tensor) else total.item()
 
         return whole
-
-
-_SLICE = 1 << 12  # the elements of a tensor that are compared at a backward
-
-
-@final
-class ValuesOfParameters:
-    """Finds parameters that have other values in some workers.
-
-    Args:
-        workers: The processes that train together.
-    """
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self.take(TrainedTensors([], [], averages_buffers=True))
-
-    def take(self, tensors: TrainedTensors) -> None:
-        """Takes other parameters, which the workers have alike now."""
-        self._tensors = tensors
-        self._agreed = versions(tensors.parameters)
-        self._next = (0, 0)  # the tensor, and the element, with which the next slice begins
-
-    def mark(self) -> int:
-        """A number that differs where the workers have written parameters otherwise."""
-        moved = map(sub, versions(self._tensors.parameters), self._agreed)
-        writes = self._tensors.num_writes_between_runs
-        return hash((*moved, writes, self._checksum_of_next())) & 0xFFFFFFFF
-
-    def _checksum_of_next(self) -> int:
-        tensors = self._tensors.parameters
-        i, begin = self._next
-        if i >= len(tensors):
-            self._next = (0, 0)
-            return 0
-        tensor, end = tensors[i], begin + _SLICE
-        self._next = (i, end) if end < tensor.numel() else (i + 1, 0)
-        # To read the memory of an accelerator, the host would wait for it.
-        if not (tensor.is_cpu and tensor.is_contiguous()):
-            return 0
-        # A sum, by torch or by NumPy, takes three times as long here: its code is in no cache of the processor.
-        if tensor.dtype in _KNOWN_TO_NUMPY:
-            return zlib.crc32(tensor.detach().numpy().reshape(-1)[begin:end].data)
-        return _checksum(tensor.detach().view(-1)[begin:end])
-
-    def refuse_others(self) -> None:
-        """Compares all values.
-
-        Raises:
-            RuntimeError: Naming a tensor that has other values in another worker.
-        """
-        tensors, buffers = self._tensors, self._tensors.known_buffers()
-        names, values = [*tensors.names(), *buffers], [*tensors.parameters, *buffers.values()]
-        refuse_other_values(self._workers, names, values)
-        self._agreed = versions(tensors.parameters)
-        tensors.num_writes_between_runs = 0
-
-
-_KNOWN_TO_NUMPY = (torch.float16, torch.float32, torch.float64)
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """A number that differs where the bits of two tensors do, but for unlikely cases."""
-    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    if dense.is_complex():
-        dense = torch.view_as_real(dense)
-    return int(dense.contiguous().view(_INTEGERS[dense.element_size()]).sum(dtype=torch.int64))
 
 
 def _may_draw(optimizer: Optimizer) -> bool:
@@ -423,7 +374,7 @@ _OUTSIDE = (
     "scope, or give it to strategy.distribute_module(model)."
 )
 
-_ASSIGNED = (
-    "The workers disagree about the gradient of {}: of workers {} and {}, only one has put a gradient of its own there "
-    "before optimizer.step(). Do it in all workers alike."
+_SHARDED_IN_STEP = (
+    "A model was sharded during strategy.run. The workers compare before a run how their models are sharded: call "
+    "fully_shard, or parallelize_module, before strategy.run."
 )

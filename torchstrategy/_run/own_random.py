@@ -22,6 +22,7 @@ from torchstrategy._execution.random_streams import generators_of
 # worker from a stream whose seed is made of this state and of the number of the worker: so a dropout mask is drawn once
 # only. In the first run after a seed was set these are the streams of as many replicas in one process, see Note [Random
 # streams of replicas].
+# Workers that compute one model together, as with tensor parallelism, draw the numbers of the first of them.
 # What acts for all workers, as a merge function or an optimizer that adds noise does, draws the same numbers in all of
 # them: from one more stream that is made of the state.
 # When the run is over, all workers need the same state again, and none knows what another one has drawn. So a worker
@@ -40,12 +41,17 @@ class OwnRandom:
     def __init__(self, workers: Workers, device: Device) -> None:
         self._workers = workers
         self._device = device
+        self._stream = workers.index  # the worker whose random numbers this one draws
         self._begun: list[torch.Tensor] = []  # the states when the run began
         self._digest = b""  # of these states
         self._first: list[torch.Tensor] = []  # the states with which the replica's stream begins
         self._shared: list[torch.Tensor] = []  # the states at which the stream for all workers was left
         self.mark = 0  # a number by which workers compare the states
         self._num_drawn = 0  # in so many runs the replica has drawn since the workers last compared
+
+    def draw_from(self, stream: int) -> None:
+        """From the next run on, the replica draws the random numbers of a worker, which computes the same."""
+        self._stream, self._begun = stream, []
 
     def follow_first(self) -> None:
         """Gives the generators the states that those of worker 0 have."""
@@ -87,10 +93,10 @@ class OwnRandom:
             # As in Note [Random streams of replicas]: four bytes stand for the depth of nested runs.
             self._digest = hashlib.blake2b(b"".join([bytes(4), *(_bytes_of(one) for one in states)])).digest()
             self.mark = zlib.crc32(self._digest)
-            if self._workers.index:
-                self._seed(self._workers.index)
+            if self._stream:
+                self._seed(self._stream)
                 self._first = self._states()
-        elif self._workers.index:
+        elif self._stream:
             self._set(self._first)
 
     def end_run(self) -> None:
@@ -99,7 +105,7 @@ class OwnRandom:
         if has_drawn:
             self._seed("next")
             self._num_drawn += 1
-        elif self._workers.index:
+        elif self._stream:
             self._set(self._begun)
 
     def _seed(self, stream: int | str) -> None:

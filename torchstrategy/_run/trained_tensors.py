@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.changes import UncountedWrites, write_value
-from torchstrategy._core.torch_internals import dtypes, requires_grad_of, shapes, versions
+from torchstrategy._core.torch_internals import dtypes, is_distributed_tensor, requires_grad_of, shapes, versions
 from torchstrategy._replication.copyable import is_running
+from torchstrategy._run.sharded_models import ShardedModels
 
 
 class BufferLayout(NamedTuple):
@@ -28,6 +29,8 @@ class BufferLayout(NamedTuple):
 class TrainedTensors:
     """The parameters and buffers of some modules, and some variables.
 
+    Parameters that are sharded are not among `parameters`: who has sharded them sends their gradients.
+
     Args:
         modules: The modules, in the order in which they were made, which is the same in all workers.
         variables: The variables.
@@ -36,14 +39,18 @@ class TrainedTensors:
 
     def __init__(self, modules: Sequence[nn.Module], variables: Sequence[torch.Tensor], averages_buffers: bool) -> None:
         self._modules = modules
-        self._tables = [module._parameters for module in modules]
+        self.sharded = ShardedModels(modules)
+        self._tables = [module._parameters for module in modules if not self.sharded.has_places(module)]
+        self._partly_sharded = [module for module in modules if self.sharded.has_places(module)]
         self._tables_of_buffers = [module._buffers for module in modules]
         self._variables = list(variables)
         self._averages = averages_buffers
         self.num_writes_between_runs = 0  # before so many runs this process has written buffers
         self.listed = self._list()
-        self.parameters = list({id(p): p for p in self.listed if p is not None}.values())
+        known = {id(p): p for p in self.listed if p is not None and not is_distributed_tensor(p)}
+        self.parameters = list(known.values())
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self._sharded_ids: set[int] = set()
         self._known_flags: list[bool] = []
         self._known_modes: list[bool] = []
         self._text_of_flags = self._text_of_modes = ""
@@ -54,8 +61,21 @@ class TrainedTensors:
         now = self._list()
         return len(now) == len(self.listed) and all(map(is_, now, self.listed))
 
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of the sharded ones of the modules."""
+        if not is_distributed_tensor(parameter):
+            return False
+        if id(parameter) not in self._sharded_ids:  # some ways of loading a checkpoint replace parameters
+            self._sharded_ids = set(map(id, self.sharded.parameters()))
+        return id(parameter) in self._sharded_ids
+
     def _list(self) -> list[torch.Tensor | None]:
-        return [*chain.from_iterable(map(dict.values, self._tables)), *self._variables]
+        listed = [*chain.from_iterable(map(dict.values, self._tables)), *self._variables]
+        for module in self._partly_sharded:
+            # Between forward and backward, `fully_shard` has other tensors in the places of its parameters.
+            has_place = self.sharded.has_place
+            listed += [p for name, p in module._parameters.items() if not has_place(module, name)]
+        return listed
 
     def names(self) -> list[str]:
         """The names of the parameters, for messages."""
@@ -70,7 +90,7 @@ class TrainedTensors:
 
     def flags(self) -> str:
         """A text that says which parameters are trained. It is the same object for as long as it says the same."""
-        flags = requires_grad_of(self.parameters)
+        flags = requires_grad_of([*self.parameters, *self.sharded.parameters()] if self.sharded else self.parameters)
         if flags != self._known_flags:
             self._known_flags = flags
             self._text_of_flags = "".join("1" if flag else "0" for flag in flags)

@@ -13,7 +13,6 @@ from torchstrategy._core.types import ReplicaFn, StrategyLike, Tree
 from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._execution.replica import InlineReplica, ReplicaGroup
 from torchstrategy._execution.replica_weights import ReplicaWeights
-from torchstrategy._input.same_rows import reads_among
 from torchstrategy._run.own_objects import OwnObjects
 from torchstrategy._strategy.replica_context import LoneFrame, refuse_unfinished
 
@@ -60,7 +59,7 @@ def run_on_own_objects(
     args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0)
     name = getattr(fn, "__name__", type(fn).__name__)
     frame = LoneFrame(strategy, make_group)
-    with storage.run(weights, name, reads_among(values)), traced("run {} [replica {}]", fn, 0), frame:
+    with storage.run(weights, name, values, (args, kwargs)), traced("run {} [replica {}]", fn, 0), frame:
         try:
             workers.begin_step()
             with in_use(device if callers_device is not None else None):

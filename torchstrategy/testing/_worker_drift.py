@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._core.errors import plural
+from torchstrategy._core.torch_internals import is_distributed_tensor
 from torchstrategy._strategy.strategy import StrategyBase
 from torchstrategy.testing._drift import MOST_NAMED, difference, tensors_of
 from torchstrategy.testing._refusals import refuse_in_replica
@@ -18,7 +20,8 @@ def assert_workers_agree(strategy: StrategyBase, *things: nn.Module | Optimizer)
     """Fails if the workers' modules or optimizers have drifted apart.
 
     Every worker calls it, between runs. Every parameter, every buffer and every tensor in the state of an optimizer is
-    compared with that of worker 0, bit by bit; NaN agrees with NaN. After a run all workers are equal. A worker drifts
+    compared with that of worker 0, bit by bit; NaN agrees with NaN. Of a tensor that is sharded, each worker puts the
+    whole together and compares that. After a run all workers are equal. A worker drifts
     if the script writes on its model outside of `strategy.run` and not on those of others, for example if only one
     worker loads a checkpoint. A strategy in one process has one worker, which agrees with itself.
 
@@ -50,7 +53,7 @@ def assert_workers_agree(strategy: StrategyBase, *things: nn.Module | Optimizer)
                 raise TypeError(f"assert_workers_agree looks at modules and optimizers; got a {type(thing).__name__}.")
     if workers.count == 1:
         return
-    own = dict(tensors_of(things))
+    own = {name: tensor.detach() for name, tensor in tensors_of(things)}
     # Only tensors that differ are sent as a whole.
     marks = workers.all_gather_object({name: _mark(tensor) for name, tensor in own.items()}, point)
     names = dict.fromkeys(name for known in marks for name in known)
@@ -58,7 +61,7 @@ def assert_workers_agree(strategy: StrategyBase, *things: nn.Module | Optimizer)
     if not unlike:
         return
     shown = unlike[:MOST_NAMED]
-    of_all = workers.all_gather_object({name: own[name].detach().cpu() for name in shown if name in own}, point)
+    of_all = workers.all_gather_object({name: _whole(own[name]).cpu() for name in shown if name in own}, point)
     lines = []
     for name in shown:
         first = of_all[0].get(name)
@@ -74,9 +77,15 @@ def assert_workers_agree(strategy: StrategyBase, *things: nn.Module | Optimizer)
     )
 
 
+def _whole(tensor: Any) -> torch.Tensor:
+    """A tensor; of one that is sharded, what the parts of all workers are together."""
+    whole: torch.Tensor = tensor.full_tensor() if is_distributed_tensor(tensor) else tensor
+    return whole
+
+
 def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
     """What differs where two tensors do. All NaN are alike."""
-    numbers = tensor.detach().to_dense().cpu().reshape(-1)
+    numbers = _whole(tensor).to_dense().cpu().reshape(-1)
     if numbers.is_floating_point():
         numbers = numbers.where(~numbers.isnan(), torch.nan)
     return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(numbers.contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,18 @@
+"""Tensors of which several numbers lie at one place in memory, as `expand` makes them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes on a tensor, which may be an expanded one: torch refuses to write on each of its numbers.
+
+    Args:
+        tensor: The tensor.
+        values: Numbers of its shape. Where several of the tensor's numbers lie at one place, the first of these counts.
+    """
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride and tensor.numel():
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)

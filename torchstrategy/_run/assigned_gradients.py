@@ -1,0 +1,104 @@
+"""Gradients that a step puts into `.grad` itself, in the place of a backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import final
+
+import torch
+
+from torchstrategy._communication.workers import Workers
+from torchstrategy._core.torch_internals import raw_grads, set_raw_grads
+from torchstrategy._run.parameter_values import checksum
+from torchstrategy._run.trained_tensors import TrainedTensors
+
+
+# Note [Gradients that a step assigns]
+# `parameter.grad = torch.autograd.grad(loss, parameter)[0]` makes a gradient of this worker's rows, and nobody is told.
+# So the library knows the objects that are gradients of the whole batch: those that an exchange has made, and those
+# that were there when the run began. Before anything is done with `.grad` that cannot be taken back, which is another
+# backward, an update, or the end of the run, each other object is compared by its checksum. If all workers have the
+# same numbers there, they are left as they are. Else they are weighed and added up.
+# To assign means a message, so all workers must do it alike. A step that assigns nothing sends none.
+@final
+class AssignedGradients:
+    """Which gradients are of the whole batch, and what becomes of the others.
+
+    Args:
+        workers: The processes that train together.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self.train(TrainedTensors([], [], averages_buffers=True))
+
+    def train(self, tensors: TrainedTensors) -> None:
+        """Takes other parameters. The gradients that they have count as those of the whole batch."""
+        self._tensors = tensors
+        self._known: list[Callable[[], torch.Tensor | None]] = []
+        self.note_all()
+
+    def note_all(self) -> None:
+        """Says that the gradients that are there are those of the whole batch."""
+        gradients = raw_grads(self._tensors.parameters)
+        self._known = [_nothing if gradient is None else weakref.ref(gradient) for gradient in gradients]
+
+    def find(self, indices: Sequence[int] | None = None) -> list[int]:
+        """The positions of parameters that have another gradient.
+
+        Args:
+            indices: The positions to look at. None: all.
+        """
+        parameters, known = self._tensors.parameters, self._known
+        if indices is not None:
+            parameters, known = [parameters[i] for i in indices], [known[i] for i in indices]
+        gradients = raw_grads(parameters)
+        of_batch = [reference() for reference in known]
+        if all(map(is_, gradients, of_batch)):  # as mostly
+            return []
+        rows = zip(range(len(gradients)) if indices is None else indices, gradients, of_batch, strict=True)
+        return [i for i, gradient, one in rows if gradient is not None and gradient is not one]
+
+    def add_up(self, indices: Sequence[int], weight: float, point: str) -> None:
+        """Makes gradients those of the whole batch. All workers come to this together.
+
+        Args:
+            indices: The positions of their parameters.
+            weight: How much this worker's replica counts.
+            point: Where the step is, as the user would write it.
+
+        Raises:
+            RuntimeError: If only some workers have put a gradient there.
+        """
+        parameters = [self._tensors.parameters[i] for i in indices]
+        found = [gradient for gradient in raw_grads(parameters) if gradient is not None]
+        marks = list(map(checksum, found))
+        of_all = self._workers.all_gather_object((list(indices), marks), point)
+        for w, (theirs, _) in enumerate(of_all):
+            for i in set(theirs).symmetric_difference(indices):
+                raise RuntimeError(_UNLIKE.format(self._tensors.names()[i], self._workers.index, w, point))
+        columns = zip(*(of_worker for _, of_worker in of_all), strict=True)
+        differ = [k for k, column in enumerate(columns) if len(set(column)) > 1]
+        totals = self._workers.all_reduce([_weighed(found[k], weight) for k in differ], point, agreed=True)
+        set_raw_grads([parameters[k] for k in differ], totals)
+        for i, gradient in zip(indices, raw_grads(parameters), strict=True):
+            assert gradient is not None
+            self._known[i] = weakref.ref(gradient)
+
+
+def _nothing() -> None:
+    """Stands for a gradient that is not there."""
+
+
+def _weighed(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+    dense = gradient.detach().to_dense()
+    # What does not count may be NaN, and 0 * NaN is NaN.
+    return dense * weight if weight else torch.zeros_like(dense)
+
+
+_UNLIKE = (
+    "The workers disagree about the gradient of {}: of workers {} and {}, only one has put a gradient of its own there "
+    "before {}. Do it in all workers alike."
+)
