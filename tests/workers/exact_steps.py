@@ -125,6 +125,55 @@ def assigned(_: Any) -> Any:
     return model, lambda run, batch: run(step, batch)
 
 
+def assigned_and_updated_by_the_program(_: Any) -> Any:
+    """The gradients stayed those of each worker's rows, since only an update in the run looked at them."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = sgd(model)
+
+    def step(batch: Any) -> None:
+        gradients = torch.autograd.grad(cross_entropy(model, *batch), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+    def train(run: Run, batch: Any) -> None:
+        run(step, batch)
+        optimizer.step()
+
+    return model, train
+
+
+def assigned_before_a_backward(_: Any) -> Any:
+    """Backward adds to a gradient of the worker's own rows, so that its sum was of neither."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = sgd(model)
+
+    def step(batch: Any) -> None:
+        gradients = torch.autograd.grad(cross_entropy(model, *batch), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        squared(model, batch[0]).backward()
+        optimizer.step()
+
+    return model, lambda run, batch: run(step, batch)
+
+
+def given_between_runs(_: Any) -> Any:
+    """What the program puts into `.grad` outside of runs counts as it is, and a backward adds to it."""
+    model = Net()
+    optimizer = sgd(model)
+
+    def step(batch: Any) -> None:
+        cross_entropy(model, *batch).backward()
+        optimizer.step()
+
+    def train(run: Run, batch: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.25)
+        run(step, batch)
+
+    return model, train
+
+
 def assigned_from_the_batch(_: Any) -> Any:
     """What all workers have computed alike from the gradients of the batch is not added up again."""
     model = Net()
@@ -554,6 +603,9 @@ PROGRAMS: Sequence[Program] = [
     only_some_inputs,
     two_losses_at_once,
     assigned,
+    assigned_and_updated_by_the_program,
+    assigned_before_a_backward,
+    given_between_runs,
     assigned_from_the_batch,
     written_in_place,
     kept_by_the_user,
