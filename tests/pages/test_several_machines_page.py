@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -340,6 +342,37 @@ def test_each_line_of_the_table_runs(column: int, tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": "2", **NO_ACCELERATOR}
     for outcome in alone(of_column, [{**place, "RANK": str(rank)} for rank in range(2)], column, str(tmp_path)):
         assert (outcome.error, outcome.value) == (None, []), outcome.trace
+
+
+# The table of other ways
+
+
+def test_the_table_of_other_ways_says_what_they_have() -> None:
+    fully_sharded = pytest.importorskip("torch.distributed.fsdp").FSDPModule
+    assert hasattr(DistributedDataParallel, "join") and issubclass(DistributedDataParallel, Joinable)
+    assert hasattr(fully_sharded, "set_gradient_divide_factor") and not issubclass(fully_sharded, Joinable)
+    assert dist.constants.default_pg_timeout == timedelta(minutes=30)
+    assert dist.constants.default_pg_nccl_timeout in (None, timedelta(minutes=10))
+    assert "drop_last" in inspect.signature(DistributedSampler).parameters
+
+
+def test_the_table_says_what_accelerate_and_fabric_have() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    fabric = pytest.importorskip("lightning_fabric")
+    settings = inspect.signature(accelerate.DataLoaderConfiguration).parameters
+    assert settings["even_batches"].default is True and settings["split_batches"].default is False
+    for name in ("gather_for_metrics", "join_uneven_inputs", "save_state", "load_state", "skip_first_batches"):
+        assert hasattr(accelerate.Accelerator, name), name
+    assert hasattr(accelerate, "debug_launcher")
+    loaders = inspect.signature(fabric.Fabric.setup_dataloaders).parameters
+    assert loaders["use_distributed_sampler"].default is True
+    assert hasattr(fabric.Fabric, "save") and hasattr(fabric.Fabric, "load")
+    assert not hasattr(fabric.Fabric, "join")
+
+
+def test_each_source_of_the_table_is_cited_and_each_citation_leads_somewhere() -> None:
+    cited = set(re.findall(r"\]\[([\w-]+)\]", TEXT))
+    assert cited == set(re.findall(r"^\[([\w-]+)\]: https://\S+$", TEXT, re.M)) and len(cited) > 10
 
 
 # Where links lead
