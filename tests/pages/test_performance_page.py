@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from documents import examples_run_on
+from documents import dead_links_of, examples_run_on
 from torchstrategy._core import trace
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
@@ -26,16 +26,5 @@ def test_the_ranges_that_there_are_are_shown_and_no_others() -> None:
     assert set(re.findall(r"\btorchstrategy\.([a-z]+ [^\s`]+)", TEXT)) <= there
 
 
-def anchors_of(text: str) -> set[str]:
-    """Where links may lead on a page."""
-    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
-
-
 def test_links_of_the_page_lead_somewhere() -> None:
-    links = re.findall(r"\]\((?!https)(\S+?)\)", TEXT)
-    assert links
-    for link in links:
-        name, _, anchor = link.partition("#")
-        page = PAGE.parent / name if name else PAGE
-        assert page.is_file() and (not anchor or anchor in anchors_of(page.read_text())), link
+    assert dead_links_of(PAGE) == []

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import torchstrategy
+from documents import dead_links_of
 from processes import NO_ACCELERATOR, python
 from workers.cluster import Cluster, Outcome, alone, free_ports
 
@@ -378,19 +379,7 @@ def test_each_source_of_the_table_is_cited_and_each_citation_leads_somewhere() -
 # Where links lead
 
 
-def anchors_of(text: str) -> set[str]:
-    """Where links may lead on a page."""
-    titles = re.findall(r"^#+ (.+)$", text, re.M)
-    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
-
-
 def test_links_of_the_page_and_to_it_lead_somewhere() -> None:
-    links = re.findall(r"\]\((\S+?)\)", re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S))
-    assert len(links) > 10
-    for link in links:
-        if not link.startswith("http"):
-            name, _, anchor = link.partition("#")
-            page = PAGE.parent / name if name else PAGE
-            assert page.is_file() and (not anchor or anchor in anchors_of(page.read_text())), link
+    assert dead_links_of(PAGE) == []
     for page in (ROOT / "README.md", PAGE.parent / "data.md", PAGE.parent / "performance.md"):
         assert f"({PAGE.relative_to(page.parent)})" in page.read_text(), page
