@@ -67,6 +67,34 @@ def owners() -> tuple[str, str, int, list[str]]:
     return "Where parameters, gradients and the optimizer's state are", about, 410, parts
 
 
+def exchange() -> tuple[str, str, int, list[str]]:
+    parts = []
+    for worker, (top, rows) in enumerate(((12, "6 rows"), (192, "5 rows"))):
+        parts += [label(0, top + 18, f"worker {worker}", "b"), label(0, top + 37, rows)]
+        parts.append(box(84, top, 112, 46, "forward", f"r{worker}"))
+        parts.append(box(200, top, 256, 46, "backward", f"r{worker}"))
+        parts.append(box(460, top, 156, 46, "waits for sums"))
+        parts.append(box(620, top, 100, 46, "update", f"r{worker}"))
+    middles = (
+        (270, 60, ("large", "gradient")),
+        (340, 60, ("large", "gradient")),
+        (466, 146, ("small gradients,", "buffers, mark")),
+    )
+    for left, width, words in middles:
+        parts.append(box(left, 98, width, 54, kind="r2"))
+        parts += [label(left + width // 2, 121 + 18 * line, word, "m s") for line, word in enumerate(words)]
+        to_sum, to_worker = left + width // 2 - 8, left + width // 2 + 8
+        parts += [arrow(to_sum, 62, to_sum, 94), arrow(to_worker, 94, to_worker, 62)]
+        parts += [arrow(to_sum, 188, to_sum, 156), arrow(to_worker, 156, to_worker, 188)]
+    parts += [label(0, 130, "sums"), arrow(84, 262, 720, 262), label(84, 284, "time")]
+    parts.append(label(560, 284, "backward returns: .grad is that of all 11 rows", "m s"))
+    about = (
+        "Two workers run forward and backward of their own rows. Large gradients are added up during backward, and all "
+        "else in one pack when it ends. Then both make the same update."
+    )
+    return "What two workers of one replica each exchange in a step", about, 294, parts
+
+
 def traffic() -> tuple[str, str, int, list[str]]:
     parts = []
     sides = (
@@ -129,7 +157,7 @@ def boundary() -> tuple[str, str, int, list[str]]:
 def drawings() -> dict[str, str]:
     """The text of each file."""
     texts = {}
-    for draw in (owners, traffic, turns, prefetch, boundary):
+    for draw in (owners, exchange, traffic, turns, prefetch, boundary):
         name = draw.__name__
         title, about, height, parts = draw()
         ids = f'aria-labelledby="{name}-title {name}-desc"'

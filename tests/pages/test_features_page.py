@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from documents import examples_run_on
+from documents import anchors_of, dead_links_of, examples_run_on
 from features.training import FEATURES, Training
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
@@ -70,12 +70,8 @@ def test_a_row_says_what_is_trained(row: Row) -> None:
 
 
 def test_links_of_the_page_and_to_it_lead_somewhere() -> None:
-    titles = re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
-    links = re.findall(r"\]\((\S+?)\)", TEXT)
-    assert links
-    for link in links:
-        assert link[1:] in anchors if link.startswith("#") else (PAGE.parent / link).is_file(), link
+    assert dead_links_of(PAGE) == []
+    anchors = anchors_of(TEXT)
     for document in [PAGE.parents[1] / "README.md", *PAGE.parent.glob("*.md")]:
         for anchor in re.findall(r"features\.md#(\S+?)\)", document.read_text()):
             assert anchor in anchors, document

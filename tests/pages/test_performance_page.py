@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from documents import examples_run_on
+from documents import dead_links_of, examples_run_on
 from torchstrategy._core import trace
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
@@ -27,9 +27,4 @@ def test_the_ranges_that_there_are_are_shown_and_no_others() -> None:
 
 
 def test_links_of_the_page_lead_somewhere() -> None:
-    titles = re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
-    links = re.findall(r"\]\((?!https)(\S+?)\)", TEXT)
-    assert links
-    for link in links:
-        assert link[1:] in anchors if link.startswith("#") else (PAGE.parent / link).is_file(), link
+    assert dead_links_of(PAGE) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import torchstrategy
+from documents import dead_links_of
 from processes import NO_ACCELERATOR, python
 from workers.cluster import Cluster, Outcome, alone, free_ports
 
@@ -342,16 +345,41 @@ def test_each_line_of_the_table_runs(column: int, tmp_path: Path) -> None:
         assert (outcome.error, outcome.value) == (None, []), outcome.trace
 
 
+# The table of other ways
+
+
+def test_the_table_of_other_ways_says_what_they_have() -> None:
+    fully_sharded = pytest.importorskip("torch.distributed.fsdp").FSDPModule
+    assert hasattr(DistributedDataParallel, "join") and issubclass(DistributedDataParallel, Joinable)
+    assert hasattr(fully_sharded, "set_gradient_divide_factor") and not issubclass(fully_sharded, Joinable)
+    assert dist.constants.default_pg_timeout == timedelta(minutes=30)
+    assert dist.constants.default_pg_nccl_timeout in (None, timedelta(minutes=10))
+    assert "drop_last" in inspect.signature(DistributedSampler).parameters
+
+
+def test_the_table_says_what_accelerate_and_fabric_have() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    fabric = pytest.importorskip("lightning_fabric")
+    settings = inspect.signature(accelerate.DataLoaderConfiguration).parameters
+    assert settings["even_batches"].default is True and settings["split_batches"].default is False
+    for name in ("gather_for_metrics", "join_uneven_inputs", "save_state", "load_state", "skip_first_batches"):
+        assert hasattr(accelerate.Accelerator, name), name
+    assert hasattr(accelerate, "debug_launcher")
+    loaders = inspect.signature(fabric.Fabric.setup_dataloaders).parameters
+    assert loaders["use_distributed_sampler"].default is True
+    assert hasattr(fabric.Fabric, "save") and hasattr(fabric.Fabric, "load")
+    assert not hasattr(fabric.Fabric, "join")
+
+
+def test_each_source_of_the_table_is_cited_and_each_citation_leads_somewhere() -> None:
+    cited = set(re.findall(r"\]\[([\w-]+)\]", TEXT))
+    assert cited == set(re.findall(r"^\[([\w-]+)\]: https://\S+$", TEXT, re.M)) and len(cited) > 10
+
+
 # Where links lead
 
 
 def test_links_of_the_page_and_to_it_lead_somewhere() -> None:
-    titles = re.findall(r"^#+ (.+)$", TEXT, re.M)
-    anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
-    links = re.findall(r"\]\((\S+?)\)", re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S))
-    assert len(links) > 10
-    for link in links:
-        if not link.startswith("http"):
-            assert link[1:] in anchors if link.startswith("#") else (PAGE.parent / link).is_file(), link
+    assert dead_links_of(PAGE) == []
     for page in (ROOT / "README.md", PAGE.parent / "data.md", PAGE.parent / "performance.md"):
         assert f"({PAGE.relative_to(page.parent)})" in page.read_text(), page

@@ -26,3 +26,21 @@ def examples_run_on(page: Path, names: Mapping[str, Any] | None = None, optionfl
     assert result.attempted == text.count("\n>>> ")
     assert result.failed == 0, "".join(said)
     return result.attempted
+
+
+def anchors_of(text: str) -> set[str]:
+    """Where links may lead on a page: its titles, as GitHub and the site write them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+def dead_links_of(page: Path) -> list[str]:
+    """The links to files and to parts of pages, outside of code, that lead nowhere."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    dead = []
+    for link in re.findall(r"\]\((?!https?:)(\S+?)\)", text):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.is_file() or (anchor and anchor not in anchors_of(target.read_text())):
+            dead.append(link)
+    return dead

@@ -140,8 +140,8 @@ class PreemptionCheckpointHandler:
     """Tells a training that this process, or that of another worker, will be ended soon.
 
     Clusters that need a machine for something else send its processes the signal SIGTERM, and end them some time
-    later. This object takes the signal, which would have ended the process at once. Workers tell each other when a run
-    begins, so `requested` becomes True after the same run in all of them, whichever got the signal. Ask it after each
+    later. This object takes the signal, which would have ended the process at once. Workers tell each other in each
+    run, so `requested` becomes True after the same run in all of them, whichever got the signal. Ask it after each
     `strategy.run`; if it is True, save a checkpoint and leave the loop.
 
     It takes signals until `close()`, or until the end of its `with` block. What happened at a signal before happens
