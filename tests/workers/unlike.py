@@ -126,12 +126,17 @@ def of_refusal(what: str) -> str:
                     told.append(f"{type(error).__name__}: {error}")
 
             _in_thread(update)
+        elif what == "a sum with an earlier gradient":
+            own = 1.0 + strategy.extended._workers.index
+            model.weight.grad = torch.full_like(model.weight, own)
+            optimizer.step()
         else:
             optimizer.step()
 
     def run() -> None:
+        reduction = "sum" if what == "a sum with an earlier gradient" else None
         try:
-            strategy.run(step)
+            strategy.run(step, options=torchstrategy.RunOptions(gradient_reduction=reduction))
         except (RuntimeError, TypeError) as error:
             told.append(f"{type(error).__name__}: {error}")
 

@@ -58,9 +58,10 @@ def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequenc
         for name, one, other in zip(names, of_all[0], theirs, strict=True):
             if one != other:
                 raise RuntimeError(
-                    f"{name} has other numbers in worker {w} than in worker 0: it was written between two runs in some "
-                    "workers only, or not alike. Write it in all of them, as where a checkpoint is loaded; "
-                    "torchstrategy.testing.assert_workers_agree(strategy, model) finds where they part."
+                    f"{name} has other numbers in worker {w} than in worker 0. Some workers only have written it, or "
+                    "not alike: a checkpoint that one of them has loaded, or an optimizer.step() that one of them has "
+                    "left out. Do it in all workers; torchstrategy.testing.assert_workers_agree(strategy, model) finds "
+                    "where they part."
                 )
 
 

@@ -21,6 +21,9 @@ from torchstrategy._run.trained_tensors import TrainedTensors
 # that were there when the run began. Before anything is done with `.grad` that cannot be taken back, which is another
 # backward, an update, or the end of the run, each other object is compared by its checksum. If all workers have the
 # same numbers there, they are left as they are. Else they are weighed and added up.
+# What a step assigns may have the earlier gradient of the batch in it: `parameter.grad = parameter.grad + new`. The
+# weights of all workers add up to 1, so that the earlier one is in the weighted sum once, as it should be. They do not
+# where gradients are added up and not averaged, and nobody knows whether it is in there: then it is refused.
 # To assign means a message, so all workers must do it alike. A step that assigns nothing sends none.
 @final
 class AssignedGradients:
@@ -61,16 +64,17 @@ class AssignedGradients:
         rows = zip(range(len(gradients)) if indices is None else indices, gradients, of_batch, strict=True)
         return [i for i, gradient, one in rows if gradient is not None and gradient is not one]
 
-    def add_up(self, indices: Sequence[int], weight: float, point: str) -> None:
+    def add_up(self, indices: Sequence[int], weight: float, total_weight: float, point: str) -> None:
         """Makes gradients those of the whole batch. All workers come to this together.
 
         Args:
             indices: The positions of their parameters.
             weight: How much this worker's replica counts.
+            total_weight: How much all workers count.
             point: Where the step is, as the user would write it.
 
         Raises:
-            RuntimeError: If only some workers have put a gradient there.
+            RuntimeError: If only some workers have put a gradient there, or if it may count several times.
         """
         parameters = [self._tensors.parameters[i] for i in indices]
         found = [gradient for gradient in raw_grads(parameters) if gradient is not None]
@@ -81,6 +85,9 @@ class AssignedGradients:
                 raise RuntimeError(_UNLIKE.format(self._tensors.names()[i], self._workers.index, w, point))
         columns = zip(*(of_worker for _, of_worker in of_all), strict=True)
         differ = [k for k, column in enumerate(columns) if len(set(column)) > 1]
+        for k in differ:
+            if total_weight != 1.0 and self._known[indices[k]] is not _nothing:
+                raise RuntimeError(_AMBIGUOUS.format(self._tensors.names()[indices[k]]))
         totals = self._workers.all_reduce([_weighed(found[k], weight) for k in differ], point, agreed=True)
         set_raw_grads([parameters[k] for k in differ], totals)
         for i, gradient in zip(indices, raw_grads(parameters), strict=True):
@@ -101,4 +108,10 @@ def _weighed(gradient: torch.Tensor, weight: float) -> torch.Tensor:
 _UNLIKE = (
     "The workers disagree about the gradient of {}: of workers {} and {}, only one has put a gradient of its own there "
     "before {}. Do it in all workers alike."
+)
+
+_AMBIGUOUS = (
+    "The step has assigned the gradient of {}, which had one before, and gradient_reduction='sum' adds up what all "
+    "workers have there. The earlier gradient may be a part of it, and would count once for each worker. Call "
+    "optimizer.zero_grad() before strategy.run, or let loss.backward() make the gradient."
 )

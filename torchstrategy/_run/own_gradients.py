@@ -102,6 +102,7 @@ class OwnGradients:
             mentions: What else is compared.
         """
         self.weight = 0.0 if weights.is_understudy else weights.weights[0]
+        self._total_weight = weights.total_weight
         self._counts = not weights.is_understudy
         self._leads = weights.lead_worker == self._workers.index
         self._step, self._num_backwards = step, 0
@@ -426,7 +427,7 @@ class OwnGradients:
         found = self._assigned.find(indices)
         if found:
             with undisturbed():
-                self._assigned.add_up(found, self.weight, point)
+                self._assigned.add_up(found, self.weight, self._total_weight, point)
 
     def _refuse_graphs(self) -> None:
         """Lets a backward that comes to a gradient of the whole batch raise an error."""
