@@ -513,9 +513,9 @@ _APART = (
 def _adding_up(flat: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work | None]:
     """Begins to make a tensor the sum of those of all workers.
 
-    Several pieces are under way at once: gloo has two threads, which add up and send by turns.
+    Several pieces are under way at once: gloo has two threads, which add up and send by turns. NCCL does both at once.
     """
-    pieces = [flat] if flat.nbytes <= PACK else flat.split(PACK // flat.element_size())
+    pieces = [flat] if flat.nbytes <= PACK or not flat.is_cpu else flat.split(PACK // flat.element_size())
     options = c10d.AllreduceOptions()
     options.asyncOp = True
     for piece in pieces:

@@ -137,3 +137,9 @@ def is_running(module: nn.Module, name: str) -> bool:
     norms = (nn.BatchNorm1d.__mro__[1], nn.InstanceNorm1d.__mro__[1])
     is_statistic = isinstance(module, norms) or name in ("running_mean", "running_var")
     return is_statistic and vars(module)["_buffers"][name].is_floating_point()
+
+
+def writes_unseen(module: nn.Module) -> bool:
+    """Whether a layer of torch writes its running statistics, and nothing whose version changes: no count of batches."""
+    counts = isinstance(module, nn.BatchNorm1d.__mro__[1]) and module.num_batches_tracked is not None
+    return isinstance(module, nn.BatchNorm1d.__mro__[2]) and module.training and not counts

@@ -365,7 +365,7 @@ class OwnGradients:
         like += [buffers[i] for i in pack.buffers]
         num_weighed, num_all = pack.sizes[0], sum(pack.sizes)
         if numbers:
-            like.append(torch.tensor(numbers, dtype=pack.dtype))
+            like.append(torch.tensor(numbers, dtype=pack.dtype, device=pack.device))
         if not like:
             return _SentPack(pack, like, torch.empty(0))
         # Of a single tensor, `flattened` makes a view, and what the step has must not be written.

@@ -35,6 +35,7 @@ from torchstrategy._replication.storage import Storage
 from torchstrategy._replication.worker_values import refuse_other_values, take_from_first_worker
 from torchstrategy._run.own_gradients import OwnGradients
 from torchstrategy._run.own_random import OwnRandom
+from torchstrategy._run.settings import SettingsOfOptimizers
 from torchstrategy._run.trained_tensors import TrainedTensors
 from torchstrategy._variables.kinds import SyncOnReadVariable, unwritten
 from torchstrategy._variables.variable import Variable
@@ -66,7 +67,7 @@ class OwnObjects(Storage):
         self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = weakref.WeakValueDictionary()
         # Plain tables: each backward looks through them, and to look through a `WeakValueDictionary` takes longer.
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
-        self._settings: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._settings = SettingsOfOptimizers()
         self._steppers: dict[int, weakref.ref[Stepper]] = {}
         self._has_news = False
         self._reads: Sequence[Read] = ()
@@ -180,24 +181,13 @@ class OwnObjects(Storage):
     def compare(self) -> None:
         """Notes what the next exchange compares."""
         compare, tensors = self._workers.compare, self.gradients.tensors
-        for optimizer in _alive(self._optimizers.values()):
-            compare(f"the settings of {type(optimizer).__name__}:", self._settings_of(optimizer))
+        for number, optimizer in enumerate(_alive(self._optimizers.values())):
+            which = f" (optimizer {number + 1} of the scope)" if number else ""
+            compare(f"the settings of {type(optimizer).__name__}{which}:", self._settings.of(optimizer))
         for stepper in _alive(self._steppers.values()):
             compare(f"the state of {type(stepper).__name__}:", _numbers(stepper))
         compare("which parameters are trained:", tensors.flags())
         compare("the modes of the modules:", tensors.modes())
-
-    def _settings_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """The settings of the groups of an optimizer; the same list for as long as they are the same."""
-        now = [[(key, value) for key, value in group.items() if key != "params"] for group in optimizer.param_groups]
-        known: tuple[Any, list[dict[str, Any]]] = self._settings.get(optimizer, (None, []))
-        before, settings = known
-        if now != before:
-            settings = [_sorted(dict(group)) for group in now]
-            # A tensor is written in place.
-            has_tensors = any(isinstance(value, torch.Tensor) for group in now for _, value in group)
-            self._settings[optimizer] = (None if has_tensors else now, settings)
-        return settings
 
     def number(self) -> int:
         """See `Mentions`: the random generators, what was read, and marks of the values of parameters."""
@@ -246,20 +236,39 @@ class OwnObjects(Storage):
 
     def _add_up_assigned(self, indices: Sequence[int], name: str) -> None:
         """Gradients that the step has put there itself: they are alike in all workers, or of each worker's own rows."""
-        gradients, tensors = self.gradients, self.gradients.tensors
-        point = f"{name}.step()"
-        found = {i: g for i in indices if (g := tensors.parameters[i].grad) is not None}
-        marks = list(map(_checksum, found.values()))
-        of_all = self._workers.all_gather_object((list(indices), marks), point)
+        parameters, point = self.gradients.tensors.parameters, f"{name}.step()"
+        found = {i: g.detach() for i in indices if (g := parameters[i].grad) is not None}
+        # To read a checksum from an accelerator, the host would wait for it.
+        is_read = any(gradient.is_cpu or gradient.is_sparse for gradient in found.values())
+        of_all = self._workers.all_gather_object((list(indices), _checksums(found) if is_read else None), point)
         for w, (theirs, _) in enumerate(of_all):
             for i in set(theirs).symmetric_difference(indices):
-                raise RuntimeError(_ASSIGNED.format(tensors.names()[i], self._workers.index, w))
-        unlike = [i for k, i in enumerate(indices) if len({marks[k] for _, marks in of_all}) > 1]
-        own = [found[i].detach() for i in unlike]
-        weighed = [g.to_dense() * gradients.weight if gradients.weight else torch.zeros_like(g.to_dense()) for g in own]
-        for i, total in zip(unlike, self._workers.all_reduce(weighed, point, agreed=True), strict=True):
-            tensors.parameters[i].grad = total
-        gradients.note_made(indices)
+                raise RuntimeError(_ASSIGNED.format(self.gradients.tensors.names()[i], self._workers.index, w))
+        marks = [mark for _, mark in of_all]
+        if marks == [None] * len(marks):
+            self._add_up_unread(found, point)
+        else:
+            if None in marks:
+                marks = self._workers.all_gather_object(_checksums(found), point)
+            unlike = [i for k, i in enumerate(found) if len({mark[k] for mark in marks}) > 1]
+            self._add_up(unlike, [found[i].to_dense() for i in unlike], point)
+        self.gradients.note_made(indices)
+
+    def _add_up(self, indices: Sequence[int], own: Sequence[torch.Tensor], point: str) -> None:
+        weight, parameters = self.gradients.weight, self.gradients.tensors.parameters
+        weighed = [gradient * weight if weight else torch.zeros_like(gradient) for gradient in own]
+        for i, total in zip(indices, self._workers.all_reduce(weighed, point, agreed=True), strict=True):
+            parameters[i].grad = total
+
+    def _add_up_unread(self, found: dict[int, torch.Tensor], point: str) -> None:
+        """Adds up gradients on an accelerator, which decides itself which of them are alike."""
+        of_all = torch.stack(self._workers.all_gather(torch.stack(list(map(_sum_of_bits, found.values()))), 0, point))
+        are_alike = (of_all == of_all[0]).all(0)
+        self._add_up(list(found), list(found.values()), point)
+        for (i, own), is_alike in zip(found.items(), are_alike, strict=True):
+            parameter = self.gradients.tensors.parameters[i]
+            assert parameter.grad is not None
+            parameter.grad = torch.where(is_alike, own, parameter.grad)
 
     def changed_arguments(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a step, with a closure whose loss is that of the whole batch; None: as they are."""
@@ -277,8 +286,10 @@ class OwnObjects(Storage):
             if loss is None:
                 return None
             weight = self.gradients.weight
-            own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss) * weight if weight else 0.0
-            (total,) = self._workers.all_reduce([torch.tensor(own, dtype=torch.float64)], "the loss of a closure")
+            own = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+            own = own.to(torch.promote_types(own.dtype, torch.float32))
+            weighed = own * weight if weight else torch.zeros_like(own)
+            (total,) = self._workers.all_reduce([weighed], "the loss of a closure")
             return total.to(loss.dtype) if isinstance(loss, torch.Tensor) else total.item()
 
         return whole
@@ -345,21 +356,24 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _checksum(tensor: torch.Tensor) -> int:
+    return int(_sum_of_bits(tensor))
+
+
+def _checksums(tensors: dict[int, torch.Tensor]) -> list[int]:
+    return list(map(_checksum, tensors.values()))
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """A number that differs where the bits of two tensors do, but for unlikely cases."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     if dense.is_complex():
         dense = torch.view_as_real(dense)
-    return int(dense.contiguous().view(_INTEGERS[dense.element_size()]).sum(dtype=torch.int64))
+    return dense.contiguous().view(_INTEGERS[dense.element_size()]).sum(dtype=torch.int64)
 
 
 def _may_draw(optimizer: Optimizer) -> bool:
     """Whether an update may draw random numbers: those of torch's own optimizers do not."""
     return not is_torchs(optimizer) or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-def _sorted(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings in an order that is the same in all workers."""
-    return {key: _sorted(value) if isinstance(value, dict) else value for key, value in sorted(settings.items())}
 
 
 def _numbers(stepper: Stepper) -> dict[str, Any]:
