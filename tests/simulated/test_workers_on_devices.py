@@ -119,7 +119,7 @@ def test_statistics_that_change_no_version_are_those_of_all_workers() -> None:
 
 
 def test_batch_norm_is_as_on_the_cpu() -> None:
-    train = partial(trained, make=lambda: Net(nn.BatchNorm1d(8)))
+    train = partial(trained, make=lambda: Net(nn.BatchNorm1d(8)), sizes=(8, 8, 4))
     on_cpu, on_devices = in_workers(train, 2, "gloo", False), in_workers(train, 2)
     torch.testing.assert_close(on_devices, on_cpu, rtol=1e-12, atol=1e-12)
 
@@ -274,7 +274,7 @@ def test_a_warm_step_waits_for_no_device(
 
 def test_the_streams_of_a_training_do_not_race() -> None:
     def main(rank: int) -> None:
-        trained(strategy_here(), lambda: Net(nn.BatchNorm1d(8)))
+        trained(strategy_here(), lambda: Net(nn.BatchNorm1d(8)), (8, 8, 4))
 
     with record_streams() as record, exact_steps.large_from(1):
         run_ranks(main, 2)
