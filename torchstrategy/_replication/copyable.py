@@ -141,5 +141,5 @@ def is_running(module: nn.Module, name: str) -> bool:
 
 def writes_unseen(module: nn.Module) -> bool:
     """Whether a layer of torch writes its running statistics, and nothing whose version changes: no count of batches."""
-    counts = isinstance(module, nn.BatchNorm1d.__mro__[1]) and module.num_batches_tracked is not None
-    return isinstance(module, nn.BatchNorm1d.__mro__[2]) and module.training and not counts
+    is_norm = isinstance(module, nn.BatchNorm1d.__mro__[1])
+    return is_norm and module.training and module.num_batches_tracked is None

@@ -186,7 +186,7 @@ class TrainedTensors:
         for i, value in values.items():
             buffer = self.buffers[i]
             assert buffer is not None
-            write_value(buffer, value, is_running(*self._slots[i]))
+            write_value(buffer, value, is_counted=not is_running(*self._slots[i]))
         self._take_values()
         self._known = _copies_of(values)
 
