@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -200,7 +199,7 @@ def updates(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tens
 
 def accumulates(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     loss.backward(retain_graph=True)
-    loss.backward()
+    torch.autograd.backward([loss])  # within it, the default device is still that of the program
 
 
 def steps_with_closure(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
@@ -216,7 +215,7 @@ def assigns(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tens
 
 
 def waits_of_a_warm_step(
-    count: int, make: Callable[[nn.Module], torch.optim.Optimizer], what: Callable[..., None], sets_device: bool
+    count: int, make: Callable[[nn.Module], torch.optim.Optimizer], what: Callable[..., None]
 ) -> list[Counter[str]]:
     """What each of some workers, or plain PyTorch if it is one, waits for, and what it copies from its device."""
     sizes, found = (8, 8, 6, 8, 5), []
@@ -235,7 +234,7 @@ def waits_of_a_warm_step(
 
         for batch in strategy.experimental_distribute_dataset(data):
             seen = len(trace.synchronizations), len(trace.copies)
-            with torch.device(device) if sets_device else nullcontext():
+            with torch.device(device):
                 strategy.run(step, args=(batch,))
         return seen
 
@@ -253,10 +252,10 @@ def test_a_warm_step_waits_for_no_device(
     make: Callable[[nn.Module], torch.optim.Optimizer], what: Callable[..., None]
 ) -> None:
     """What it waits for is in the memory of the CPU: the mark of an exchange, and the message before a sum."""
-    (plain,) = waits_of_a_warm_step(1, make, what, sets_device=what is updates)
+    (plain,) = waits_of_a_warm_step(1, make, what)
     assert not plain
     of_cpu = {"a all_reduce of ranks", "a all_gather of ranks"}
-    for waits in waits_of_a_warm_step(2, make, what, sets_device=what is updates):
+    for waits in waits_of_a_warm_step(2, make, what):
         assert waits.keys() <= of_cpu
         if what is updates:
             assert waits == {"a all_reduce of ranks": 1}
