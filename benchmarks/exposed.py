@@ -2,7 +2,7 @@
 
 python benchmarks/exposed.py [--json FILE]
 
-Nothing is measured here: these are predictions. Each rank has a GPU. What is shown is the time of a step without that of
+Nothing is measured here: these are predictions. Each rank has a GPU. Shown is the time of a step without that of
 the same step alone: what of the communication, and of the work for it, does not hide under the backward.
 """
 

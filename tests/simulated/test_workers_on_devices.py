@@ -81,7 +81,9 @@ def test_steps_compute_the_numbers_of_plain_torch(program: exact_steps.Program, 
         assert exact_steps.differ(one, found[0]) == 0
 
 
-def trained(strategy: torchstrategy.Strategy, make: Callable[[], nn.Module], sizes: Sequence[int] = (8, 8, 3)) -> Results:
+def trained(
+    strategy: torchstrategy.Strategy, make: Callable[[], nn.Module], sizes: Sequence[int] = (8, 8, 3)
+) -> Results:
     """Parameters and buffers after some steps."""
     torch.manual_seed(0)
     with strategy.scope():

@@ -140,6 +140,6 @@ def is_running(module: nn.Module, name: str) -> bool:
 
 
 def writes_unseen(module: nn.Module) -> bool:
-    """Whether a layer of torch writes its running statistics, and nothing whose version changes: no count of batches."""
+    """Whether a layer of torch writes running statistics, and nothing whose version changes: no count of batches."""
     is_norm = isinstance(module, nn.BatchNorm1d.__mro__[1])
     return is_norm and module.training and module.num_batches_tracked is None
