@@ -28,6 +28,7 @@ SCRIPTS = (
     "accelerator",
     "simulated",
     "ranks",
+    "exposed",
     "figures",
 )
 

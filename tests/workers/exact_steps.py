@@ -540,7 +540,7 @@ def group_added_later(scope: Any) -> Any:
                 model.append(nn.Linear(3, 3).double())
             optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.05})
         elif count[0] == 5:
-            model[1].bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+            model[1].bias = nn.Parameter(torch.zeros_like(model[1].bias))
             optimizer.add_param_group({"params": [model[1].bias]})
         run(step, batch)
 

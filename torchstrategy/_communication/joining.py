@@ -17,6 +17,7 @@ from torchstrategy._communication.bounded import NoAnswer, ask
 from torchstrategy._communication.inherited import give_back, noting_sockets
 from torchstrategy._communication.lifelines import Lifelines
 from torchstrategy._communication.meeting import USUAL_LIMIT, Meeting, name_of
+from torchstrategy._communication.threads import MeetingOfThreads, are_threads
 from torchstrategy._communication.workers import WorkerError
 from torchstrategy._core.errors import described
 from torchstrategy._core.torch_internals import shared_store
@@ -55,7 +56,7 @@ def groups_of(ranks: list[int], group: dist.ProcessGroup | None, timeout: timede
     return [one for one in made if one is not None]
 
 
-def meeting_of(group: str, index: int, count: int, timeout: timedelta | None) -> Meeting:
+def meeting_of(group: str, index: int, count: int, timeout: timedelta | None) -> Meeting | MeetingOfThreads:
     """A meeting of workers of the default group, by the store that it has.
 
     Args:
@@ -64,6 +65,8 @@ def meeting_of(group: str, index: int, count: int, timeout: timedelta | None) ->
         count: How many there are.
         timeout: How long to wait for all. None: as torch does.
     """
+    if are_threads():
+        return MeetingOfThreads(count)
     prefix = f"{_attempt()}/{group}"
     limit = timeout or USUAL_LIMIT
     try:
@@ -90,6 +93,9 @@ def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None
     """
     limit = timeout or USUAL_LIMIT
     backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
+    if are_threads():
+        dist.init_process_group(backend, rank=rank, world_size=count, timeout=timeout)
+        return
     of_torchrun = not address and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = _home(address)
     keeper = "torchrun" if of_torchrun else "worker 0"

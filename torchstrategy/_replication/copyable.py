@@ -143,3 +143,9 @@ def is_running(module: nn.Module, name: str) -> bool:
     norms = (nn.BatchNorm1d.__mro__[1], nn.InstanceNorm1d.__mro__[1])
     is_statistic = isinstance(module, norms) or name in ("running_mean", "running_var")
     return is_statistic and vars(module)["_buffers"][name].is_floating_point()
+
+
+def writes_unseen(module: nn.Module) -> bool:
+    """Whether a layer of torch writes running statistics, and nothing whose version changes: no count of batches."""
+    is_norm = isinstance(module, nn.BatchNorm1d.__mro__[1])
+    return is_norm and module.training and module.num_batches_tracked is None

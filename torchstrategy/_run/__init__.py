@@ -12,6 +12,7 @@ gradients, so that `.grad` is that of the whole batch, and the update is the sam
     gradient_plans      which gradients the workers send together, and in which order
     marks               the numbers by which workers see, without a message, whether they are alike
     assigned_gradients  gradients that a step puts into `.grad` itself
+    settings            the settings of optimizers, which have to be alike
     user_hooks          the user's hooks on parameters
     own_gradients       what happens when a backward begins and ends
     own_random          the random numbers that the replica of a worker draws

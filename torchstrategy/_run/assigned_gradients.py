@@ -11,7 +11,7 @@ import torch
 
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core.torch_internals import raw_grads, set_raw_grads
-from torchstrategy._run.parameter_values import checksum
+from torchstrategy._run.parameter_values import checksum, sum_of_bits
 from torchstrategy._run.trained_tensors import TrainedTensors
 
 
@@ -77,22 +77,46 @@ class AssignedGradients:
             RuntimeError: If only some workers have put a gradient there, or if it may count several times.
         """
         parameters = [self._tensors.parameters[i] for i in indices]
-        found = [gradient for gradient in raw_grads(parameters) if gradient is not None]
-        marks = list(map(checksum, found))
-        of_all = self._workers.all_gather_object((list(indices), marks), point)
+        found = [gradient.detach() for gradient in raw_grads(parameters) if gradient is not None]
+        # To read a checksum from an accelerator, the host would wait for it.
+        is_read = any(gradient.is_cpu or gradient.is_sparse for gradient in found)
+        told = list(indices), list(map(checksum, found)) if is_read else None
+        of_all = self._workers.all_gather_object(told, point)
         for w, (theirs, _) in enumerate(of_all):
             for i in set(theirs).symmetric_difference(indices):
                 raise RuntimeError(_UNLIKE.format(self._tensors.names()[i], self._workers.index, w, point))
-        columns = zip(*(of_worker for _, of_worker in of_all), strict=True)
-        differ = [k for k, column in enumerate(columns) if len(set(column)) > 1]
-        for k in differ:
-            if total_weight != 1.0 and self._known[indices[k]] is not _nothing:
-                raise RuntimeError(_AMBIGUOUS.format(self._tensors.names()[indices[k]]))
-        totals = self._workers.all_reduce([_weighed(found[k], weight) for k in differ], point, agreed=True)
-        set_raw_grads([parameters[k] for k in differ], totals)
-        for i, gradient in zip(indices, raw_grads(parameters), strict=True):
-            assert gradient is not None
-            self._known[i] = weakref.ref(gradient)
+        marks = [of_worker for _, of_worker in of_all]
+        if marks == [None] * len(marks):
+            self._refuse_ambiguous(indices, total_weight)
+            totals = self._totals_unread(found, weight, point)
+            set_raw_grads(parameters, totals)
+        else:
+            if None in marks:
+                marks = self._workers.all_gather_object(list(map(checksum, found)), point)
+            differ = [k for k, column in enumerate(zip(*marks, strict=True)) if len(set(column)) > 1]
+            self._refuse_ambiguous([indices[k] for k in differ], total_weight)
+            totals = self._totals([found[k] for k in differ], weight, point)
+            set_raw_grads([parameters[k] for k in differ], totals)
+        for i, total in zip(indices, raw_grads(parameters), strict=True):
+            assert total is not None
+            self._known[i] = weakref.ref(total)
+
+    def _refuse_ambiguous(self, indices: Sequence[int], total_weight: float) -> None:
+        for i in indices:
+            if total_weight != 1.0 and self._known[i] is not _nothing:
+                raise RuntimeError(_AMBIGUOUS.format(self._tensors.names()[i]))
+
+    def _totals(self, own: Sequence[torch.Tensor], weight: float, point: str) -> list[torch.Tensor]:
+        return self._workers.all_reduce([_weighed(gradient, weight) for gradient in own], point, agreed=True)
+
+    def _totals_unread(self, own: Sequence[torch.Tensor], weight: float, point: str) -> list[torch.Tensor]:
+        """The gradients of an accelerator, which decides itself which of them are alike in all workers."""
+        mine = torch.stack(list(map(sum_of_bits, own)))
+        of_all = torch.stack(self._workers.all_gather(mine, 0, point))
+        are_alike = (of_all == of_all[0]).all(0)
+        totals = self._totals(own, weight, point)
+        rows = zip(are_alike, own, totals, strict=True)
+        return [torch.where(is_alike, gradient, total) for is_alike, gradient, total in rows]
 
 
 def _nothing() -> None:

@@ -10,6 +10,7 @@ it may do in plain PyTorch. See Note [How workers agree without a message].
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, final
@@ -54,6 +55,19 @@ Arrived = Callable[[], None]  # waits until a sum is there
 # depends on it. So the sums of a wrong plan are dropped, also where they are right: a training that goes on from a
 # checkpoint predicts nothing at first, and has to come to the same bits. Large gradients are sent each by itself under
 # any plan, so their sums stay.
+#
+# Note [Lone replicas on accelerators]
+# - The host waits for no number of the accelerator. The mark is in the memory of the CPU, and travels by itself. The
+#   host waits for it when a backward ends, since a wrong prediction has to be repaired before the step can read
+#   `.grad`. Meanwhile the accelerator goes on with its queue.
+# - A group that has a backend for the accelerator gets its tensors as they are; else they are copied to the CPU. NCCL
+#   lets its stream wait for the one on which a tensor was made or weighed, and `Work.wait` lets the current stream wait
+#   for the sum. Until then `_under_way` holds the memory that is sent, so that nobody else can get it.
+# - What the host would have to read is told in another way: running statistics count as written, a setting is read
+#   when it was written, and values of parameters are compared where their versions moved apart, without checksums.
+# - Sparse gradients are an exception: how many rows they have is known only when the accelerator has put those together
+#   that have the same index. Optimizers for sparse gradients ask so, too. Others are states of a metric that a step
+#   updates, which travel as messages.
 class Mentions(Protocol):
     """What the workers compare at each exchange, beside gradients."""
 
@@ -71,7 +85,7 @@ class Mentions(Protocol):
 class OwnGradients:
     """The gradients of one worker's only replica.
 
-    The thread that called `run` uses it, and during backward the thread on which autograd calls hooks.
+    The thread that called `run` uses it, and during backward the threads on which autograd calls hooks.
 
     Args:
         workers: The processes that train together.
@@ -86,6 +100,8 @@ class OwnGradients:
         # By the plan of an exchange: the plan of the exchange that came next.
         self._next: dict[GradientPlan | None, GradientPlan] = {}
         self._assigned = AssignedGradients(workers)
+        # Autograd has a thread for each kind of device, and a model may have parameters on the CPU, too.
+        self._sending = threading.Lock()
 
     def train(self, tensors: TrainedTensors) -> None:
         """Takes other parameters and buffers. Nothing is predicted of them."""
@@ -174,7 +190,8 @@ class OwnGradients:
                 return
             # It is taken out of `.grad`, so that backward does not add to what is being sent.
             self._waiting[i], parameter.grad = _dense(parameter.grad.detach()), None
-            self._send_waiting(self._expected)
+            with self._sending:
+                self._send_waiting(self._expected)
 
         hide_from_compiler(is_there)
         return is_there
@@ -369,7 +386,7 @@ class OwnGradients:
         like += [buffers[i] for i in pack.buffers]
         num_weighed, num_all = pack.sizes[0], sum(pack.sizes)
         if numbers:
-            like.append(torch.tensor(numbers, dtype=pack.dtype))
+            like.append(torch.tensor(numbers, dtype=pack.dtype, device=pack.device))
         if not like:
             return _SentPack(pack, like, torch.empty(0))
         # Of a single tensor, `flattened` makes a view, and what the step has must not be written.

@@ -36,6 +36,7 @@ from torchstrategy._run.own_gradients import OwnGradients
 from torchstrategy._run.own_random import OwnRandom
 from torchstrategy._run.parameter_values import ValuesOfParameters
 from torchstrategy._run.row_peers import RowPeers
+from torchstrategy._run.settings import SettingsOfOptimizers
 from torchstrategy._run.sharded_models import refuse_flat
 from torchstrategy._run.trained_tensors import TrainedTensors
 from torchstrategy._run.wrapped_models import WrappedModels
@@ -70,7 +71,7 @@ class OwnObjects(Storage):
         self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = weakref.WeakValueDictionary()
         # Plain tables: each backward looks through them, and to look through a `WeakValueDictionary` takes longer.
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
-        self._settings: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._settings = SettingsOfOptimizers()
         self._steppers: dict[int, weakref.ref[Stepper]] = {}
         self._has_news = False
         self._reads: Sequence[Read] = ()
@@ -218,24 +219,13 @@ class OwnObjects(Storage):
     def compare(self) -> None:
         """Notes what the next exchange compares."""
         compare, tensors = self._workers.compare, self.gradients.tensors
-        for optimizer in _alive(self._optimizers.values()):
-            compare(f"the settings of {type(optimizer).__name__}:", self._settings_of(optimizer))
+        for number, optimizer in enumerate(_alive(self._optimizers.values())):
+            which = f" (optimizer {number + 1} of the scope)" if number else ""
+            compare(f"the settings of {type(optimizer).__name__}{which}:", self._settings.of(optimizer))
         for stepper in _alive(self._steppers.values()):
             compare(f"the state of {type(stepper).__name__}:", _numbers(stepper))
         compare("which parameters are trained:", tensors.flags())
         compare("the modes of the modules:", tensors.modes())
-
-    def _settings_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """The settings of the groups of an optimizer; the same list for as long as they are the same."""
-        now = [[(key, value) for key, value in group.items() if key != "params"] for group in optimizer.param_groups]
-        known: tuple[Any, list[dict[str, Any]]] = self._settings.get(optimizer, (None, []))
-        before, settings = known
-        if now != before:
-            settings = [_sorted(dict(group)) for group in now]
-            # A tensor is written in place.
-            has_tensors = any(isinstance(value, torch.Tensor) for group in now for _, value in group)
-            self._settings[optimizer] = (None if has_tensors else now, settings)
-        return settings
 
     def number(self) -> int:
         """See `Mentions`: the random generators, what was read, and marks of the values of parameters."""
@@ -296,8 +286,14 @@ class OwnObjects(Storage):
             if loss is None:
                 return None
             weight = self.gradients.weight
-            own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss) * weight if weight else 0.0
-            (total,) = self._workers.all_reduce([torch.tensor(own, dtype=torch.float64)], "the loss of a closure")
+            own = (
+                loss.detach()
+                if isinstance(loss, torch.Tensor)
+                else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+            )
+            own = own.to(torch.promote_types(own.dtype, torch.float32))
+            weighed = own * weight if weight else torch.zeros_like(own)
+            (total,) = self._workers.all_reduce([weighed], "the loss of a closure")
             return total.to(loss.dtype) if isinstance(loss, torch.Tensor) else total.item()
 
         return whole
@@ -306,11 +302,6 @@ class OwnObjects(Storage):
 def _may_draw(optimizer: Optimizer) -> bool:
     """Whether an update may draw random numbers: those of torch's own optimizers do not."""
     return not is_torchs(optimizer) or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-def _sorted(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings in an order that is the same in all workers."""
-    return {key: _sorted(value) if isinstance(value, dict) else value for key, value in sorted(settings.items())}
 
 
 def _numbers(stepper: Stepper) -> dict[str, Any]:

@@ -86,7 +86,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(tensor: torch.Tensor) -> int:
     """A number that differs where the bits of two tensors do, but for unlikely cases."""
+    return int(sum_of_bits(tensor))
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same number, where the tensor is."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     if dense.is_complex():
         dense = torch.view_as_real(dense)
-    return int(dense.contiguous().view(_INTEGERS[dense.element_size()]).sum(dtype=torch.int64))
+    return dense.contiguous().view(_INTEGERS[dense.element_size()]).sum(dtype=torch.int64)

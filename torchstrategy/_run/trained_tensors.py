@@ -12,7 +12,7 @@ from torch import nn
 
 from torchstrategy._binding.changes import UncountedWrites, write_value
 from torchstrategy._core.torch_internals import dtypes, is_distributed_tensor, requires_grad_of, shapes, versions
-from torchstrategy._replication.copyable import is_running
+from torchstrategy._replication.copyable import is_running, writes_unseen
 from torchstrategy._run.sharded_models import ShardedModels
 
 
@@ -108,8 +108,11 @@ class TrainedTensors:
     # Buffers
 
     def layout_of_written(self) -> BufferLayout | None:
-        """Which buffers there are, if any was written, made or replaced since the workers agreed about them."""
-        return self.layout() if self._has_written() else None
+        """Which buffers there are, if any was written, made or replaced since the workers agreed about them.
+
+        Statistics on an accelerator that change unseen count as written. To compare them, the host would wait for it.
+        """
+        return self.layout() if self._has_written() or any(map(writes_unseen, self._unread)) else None
 
     def layout(self) -> BufferLayout:
         """Which buffers there are."""
@@ -130,6 +133,8 @@ class TrainedTensors:
         self._slots = [(module, name) for module in self._modules for name in module._buffers]
         self._names = [(i, name) for i, module in enumerate(self._modules) for name in module._buffers]
         self.buffers = [module._buffers[name] for module, name in self._slots]
+        there = zip(self._slots, self.buffers, strict=True)
+        self._unread = {module for (module, _), buffer in there if buffer is not None and not buffer.is_cpu}
 
     def _take_values(self) -> None:
         there = self._present_buffers()
@@ -201,7 +206,7 @@ class TrainedTensors:
         for i, value in values.items():
             buffer = self.buffers[i]
             assert buffer is not None
-            write_value(buffer, value, is_running(*self._slots[i]))
+            write_value(buffer, value, is_counted=not is_running(*self._slots[i]))
         self._take_values()
         self._known = _copies_of(values)
 

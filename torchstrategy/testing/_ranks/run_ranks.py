@@ -12,6 +12,7 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 
+from torchstrategy._communication.threads import worker_here
 from torchstrategy._core.errors import add_note, described, plural
 from torchstrategy.testing._ranks.belongings import Belongings
 from torchstrategy.testing._ranks.faults import Visits
@@ -178,7 +179,7 @@ class _Run:
             self._turns.check(rank)
             if device_count():
                 set_device(rank % device_count())
-            with self._visits.of(rank), as_a_process(rank):
+            with self._visits.of(rank), as_a_process(rank), worker_here():
                 self.results[rank] = self._main(rank, *self._args)
             self._check_waits(rank)
         except BaseException as error:

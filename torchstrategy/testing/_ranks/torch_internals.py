@@ -221,6 +221,7 @@ def groups_made_by(
         group, kept = real(size, rank, members, dist.Backend(_BACKEND), store, name, **options)
         if group in c10d._world.pg_map:
             c10d._world.pg_map[group] = (dist.Backend(str(backend)), kept)  # what `dist.get_backend` says
+            c10d._world.pg_backend_config[group] = _config_of(str(backend))
         return group, kept
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
@@ -245,6 +246,16 @@ def groups_made_by(
             setattr(module, name, value)
         plugins: Any = dist.Backend._plugins
         del plugins[_BACKEND.upper()]  # it holds all of the run
+
+
+def _config_of(backend: str) -> str:
+    """What `dist.get_backend_config` says: the devices whose tensors a group takes, each with its backend."""
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cpu" if accelerator is None else accelerator.type
+    if backend == dist.Backend.UNDEFINED:
+        return "cpu:gloo" if kind == "cpu" else f"{kind}:nccl"
+    config = str(c10d.BackendConfig(dist.Backend(backend)))
+    return config if kind == "cpu" else config.replace("cuda:", f"{kind}:")  # a simulated device stands for a GPU
 
 
 _BACKEND = "torchstrategy_ranks"
