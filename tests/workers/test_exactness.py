@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import functools
+import shutil
 
 import pytest
 import torch
 
 import torchstrategy
+from conditions import takes_long
 from workers.cluster import cluster
-from workers.trainings import COMPILED, EXACT, LIKE_ONE_PROCESS, difference, lbfgs, table, trained
+from workers.trainings import (
+    COMPILED,
+    EXACT,
+    LIKE_ONE_PROCESS,
+    compiled_by_inductor,
+    difference,
+    lbfgs,
+    table,
+    trained,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -44,3 +55,11 @@ def test_compiled_steps_compute_the_numbers_of_one_device(workers: int, replicas
     for of_worker in cluster(workers).run(table, replicas, COMPILED):
         for make in COMPILED:
             assert difference(of_worker[make.__name__], of_one_device(make)) < 1e-12
+
+
+@takes_long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs one for C++")
+@pytest.mark.filterwarnings("default")
+def test_a_model_that_inductor_compiles_has_the_numbers_of_one_device() -> None:
+    for of_worker in cluster(2).run(table, 1, [compiled_by_inductor]):
+        assert difference(of_worker["compiled_by_inductor"], of_one_device(compiled_by_inductor)) < 1e-12

@@ -159,6 +159,12 @@ def compiled_ahead() -> Made:
     return model, optimizer, ordinary(torch.compile(model, backend="aot_eager"), optimizer), extra
 
 
+def compiled_by_inductor() -> Made:
+    """A compiled model, whose forward and backward are programs in C++."""
+    model, optimizer, _, extra = sgd()
+    return model, optimizer, ordinary(torch.compile(model), optimizer), extra
+
+
 def _normalised(norm: nn.Module) -> Made:
     model = Net(norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
