@@ -157,6 +157,23 @@ def assigned_before_a_backward(_: Any) -> Any:
     return model, lambda run, batch: run(step, batch)
 
 
+def added_in_place(_: Any) -> Any:
+    """No backward of the step made the gradients, so nobody compared anything: the workers drifted apart."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = sgd(model)
+
+    def step(batch: Any) -> None:
+        gradients = torch.autograd.grad(cross_entropy(model, *batch), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+        optimizer.step()
+
+    return model, lambda run, batch: run(step, batch)
+
+
 def given_between_runs(_: Any) -> Any:
     """What the program puts into `.grad` outside of runs counts as it is, and a backward adds to it."""
     model = Net()
@@ -605,6 +622,7 @@ PROGRAMS: Sequence[Program] = [
     assigned,
     assigned_and_updated_by_the_program,
     assigned_before_a_backward,
+    added_in_place,
     given_between_runs,
     assigned_from_the_batch,
     written_in_place,

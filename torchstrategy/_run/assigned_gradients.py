@@ -10,7 +10,7 @@ from typing import final
 import torch
 
 from torchstrategy._communication.workers import Workers
-from torchstrategy._core.torch_internals import raw_grads, set_raw_grads
+from torchstrategy._core.torch_internals import raw_grads, set_raw_grads, version
 from torchstrategy._run.parameter_values import checksum, sum_of_bits
 from torchstrategy._run.trained_tensors import TrainedTensors
 
@@ -24,6 +24,9 @@ from torchstrategy._run.trained_tensors import TrainedTensors
 # What a step assigns may have the earlier gradient of the batch in it: `parameter.grad = parameter.grad + new`. The
 # weights of all workers add up to 1, so that the earlier one is in the weighted sum once, as it should be. They do not
 # where gradients are added up and not averaged, and nobody knows whether it is in there: then it is refused.
+# A step may also write on a gradient in place. After a backward of the run, that is what clipping does, alike in all
+# workers; numbers of this worker's rows would make parameters differ, which `ValuesOfParameters` finds. Where no
+# backward made the gradients, nobody would look: so a gradient that was written in such a run counts as assigned.
 # To assign means a message, so all workers must do it alike. A step that assigns nothing sends none.
 @final
 class AssignedGradients:
@@ -41,12 +44,33 @@ class AssignedGradients:
         """Takes other parameters. The gradients that they have count as those of the whole batch."""
         self._tensors = tensors
         self._known: list[Callable[[], torch.Tensor | None]] = []
+        self._versions: list[int] = [-1] * len(
+            tensors.parameters
+        )  # of the gradients that were there when the run began
         self.note_all()
 
     def note_all(self) -> None:
         """Says that the gradients that are there are those of the whole batch."""
         gradients = raw_grads(self._tensors.parameters)
         self._known = [_nothing if gradient is None else weakref.ref(gradient) for gradient in gradients]
+
+    def begin_run(self) -> None:
+        """What the program has put into `.grad` between runs counts as gradients of the whole batch."""
+        if self.find():
+            self.note_all()
+        self._versions = [_version_of(gradient) for gradient in raw_grads(self._tensors.parameters)]
+
+    def find_written(self, indices: Sequence[int] | None = None) -> list[int]:
+        """The positions of parameters that have another gradient, or one that was written since the run began."""
+        found = self.find(indices)
+        looked_at = range(len(self._known)) if indices is None else indices
+        gradients = raw_grads([self._tensors.parameters[i] for i in looked_at])
+        written = [
+            i
+            for i, gradient in zip(looked_at, gradients, strict=True)
+            if gradient is not None and _version_of(gradient) != self._versions[i]
+        ]
+        return sorted({*found, *written})
 
     def find(self, indices: Sequence[int] | None = None) -> list[int]:
         """The positions of parameters that have another gradient.
@@ -99,7 +123,7 @@ class AssignedGradients:
             set_raw_grads([parameters[k] for k in differ], totals)
         for i, total in zip(indices, raw_grads(parameters), strict=True):
             assert total is not None
-            self._known[i] = weakref.ref(total)
+            self._known[i], self._versions[i] = weakref.ref(total), _version_of(total)
 
     def _refuse_ambiguous(self, indices: Sequence[int], total_weight: float) -> None:
         for i in indices:
@@ -117,6 +141,10 @@ class AssignedGradients:
         totals = self._totals(own, weight, point)
         rows = zip(are_alike, own, totals, strict=True)
         return [torch.where(is_alike, gradient, total) for is_alike, gradient, total in rows]
+
+
+def _version_of(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None or gradient.is_inference() else version(gradient)
 
 
 def _nothing() -> None:

@@ -124,8 +124,8 @@ class OwnGradients:
         self._step, self._num_backwards = step, 0
         self.has_exchanged = False  # whether the workers have told one another whether they leave, in this run
         self._mentions = mentions
-        if self._assigned.find():  # the program has put gradients there between runs
-            self._assigned.note_all()
+        self._has_reduced = False  # whether an exchange has made the gradients of this run
+        self._assigned.begin_run()
 
     def end_run(self) -> None:
         """The run is over: nothing of it is kept."""
@@ -415,6 +415,7 @@ class OwnGradients:
         for parameter, old in self._old:
             parameter.grad = _added(old, parameter.grad)
         self._assigned.note_all()
+        self._has_reduced = True
         self._old, self._sums = [], {}
         for hooks in self._hooks:
             hooks.give_back()
@@ -441,7 +442,7 @@ class OwnGradients:
             point: Where the step is, as the user would write it.
             indices: The positions of parameters. None: of all.
         """
-        found = self._assigned.find(indices)
+        found = self._assigned.find(indices) if self._has_reduced else self._assigned.find_written(indices)
         if found:
             with undisturbed():
                 self._assigned.add_up(found, self.weight, self._total_weight, point)
