@@ -711,7 +711,7 @@ def of_a_part(program: Program) -> list[torch.Tensor] | None:
     return come_to(torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], process_group=group), program)
 
 
-def messages_of_a_training() -> list[int]:
+def messages_of_a_training(set_to_none: bool) -> list[int]:
     """How many messages this worker sends in each of the runs of a training whose batches are of unlike sizes."""
     sent = [0]
     send = ProcessGroup._sent
@@ -729,7 +729,7 @@ def messages_of_a_training() -> list[int]:
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
         def step(batch: Any) -> torch.Tensor:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
             loss = cross_entropy(model, *batch)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

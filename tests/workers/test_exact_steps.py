@@ -61,7 +61,8 @@ def test_a_strategy_over_a_part_of_the_processes() -> None:
     assert max(exact_steps.differ(of_worker, of_plain_torch(program)) for of_worker in found) < 1e-12
 
 
-def test_after_the_first_run_a_training_sends_nothing_but_gradients() -> None:
-    for first, *others in cluster(2).run(exact_steps.messages_of_a_training):
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_after_the_first_run_a_training_sends_nothing_but_gradients(set_to_none: bool) -> None:
+    for first, *others in cluster(2).run(exact_steps.messages_of_a_training, set_to_none):
         assert 0 < first <= 12
         assert others == [0] * 19

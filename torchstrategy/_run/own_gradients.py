@@ -124,7 +124,6 @@ class OwnGradients:
         self._step, self._num_backwards = step, 0
         self.has_exchanged = False  # whether the workers have told one another whether they leave, in this run
         self._mentions = mentions
-        self._has_reduced = False  # whether an exchange has made the gradients of this run
         self._assigned.begin_run()
 
     def end_run(self) -> None:
@@ -415,7 +414,6 @@ class OwnGradients:
         for parameter, old in self._old:
             parameter.grad = _added(old, parameter.grad)
         self._assigned.note_all()
-        self._has_reduced = True
         self._old, self._sums = [], {}
         for hooks in self._hooks:
             hooks.give_back()
@@ -442,7 +440,8 @@ class OwnGradients:
             point: Where the step is, as the user would write it.
             indices: The positions of parameters. None: of all.
         """
-        found = self._assigned.find(indices) if self._has_reduced else self._assigned.find_written(indices)
+        # A backward, also one that begins, compares the workers.
+        found = self._assigned.find(indices) if self._num_backwards else self._assigned.find_written(indices)
         if found:
             with undisturbed():
                 self._assigned.add_up(found, self.weight, self._total_weight, point)
