@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import torchstrategy
+from conditions import takes_long
 from processes import python
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -167,6 +168,7 @@ def test_a_killed_training_that_torchrun_restarts_ends_with_the_weights_of_an_un
 
 
 @pytest.mark.slow
+@takes_long
 def test_a_sharded_training_stops_and_goes_on_with_other_processes(tmp_path: Path) -> None:
     program = str(EXAMPLES / "sharded.py")
     stopped = output_of_python(*torchrun(2), program, "--stop", "20", folder=tmp_path)
