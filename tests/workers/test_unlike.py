@@ -18,7 +18,7 @@ PLACES = "The workers came to different synchronization points"
 @pytest.mark.parametrize(
     ("what", "told", "later"),
     [
-        ("a setting", "the settings of SGD: momentum=0.5", 0),
+        ("a setting", "the settings of SGD (optimizer 2 of the scope): momentum=0.5", 0),
         ("another step", "the gradients of backward 1 of another_step", 0),
         ("another order", "has other numbers in worker 1 than in worker 0", 1),
         ("an extra backward", "(the gradients of backward 3 of step)", 1),

@@ -12,7 +12,8 @@ def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor: The tensor.
         values: Numbers of its shape. Where several of the tensor's numbers lie at one place, the first of these counts.
     """
-    for dim, stride in enumerate(tensor.stride()):
-        if not stride and tensor.numel():
+    strides = tensor.stride() if tensor.layout is torch.strided and tensor.numel() else ()
+    for dim, stride in enumerate(strides):
+        if not stride:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
     tensor.copy_(values)
