@@ -8,6 +8,10 @@ DOCUMENTED: dict[str, tuple[str, str]] = {
         "docs/features.md",
         "a strategy refuses a parameter with a hook",
     ),
+    "and then changed it in place": (
+        "docs/several-machines.md",
+        "A gradient that you assign and then change in place is refused",
+    ),
     "is a tensor that requires grad in a plain attribute": (
         "docs/features.md",
         "A strategy refuses a module with a trainable tensor in a plain attribute",

@@ -241,7 +241,9 @@ def _judge(plan: Plan, others: list[Path], before: float, limit: float) -> tuple
         heard = max(heard, float(said[1]) - before)
         blaming = said[2].partition("This is worker")[0]
         named = {int(worker) for worker in re.findall(r"[Ww]orker (\d+)", blaming)}
-        if not said[2].startswith("WorkerError") or named != {plan.culprit}:
+        # An exception out of a signal's handler, in a call that may refuse its arguments, looks like such a refusal.
+        is_told = said[2].startswith("WorkerError") or " refused what it was given" in said[2]
+        if not is_told or named != {plan.culprit}:
             wrong.append(f"{log.stem} heard of {sorted(named)}")
     if heard > limit:
         wrong.append(f"heard after {heard:.1f} s")

@@ -126,6 +126,10 @@ def of_refusal(what: str) -> str:
                     told.append(f"{type(error).__name__}: {error}")
 
             _in_thread(update)
+        elif what == "a clipped gradient of its own":
+            model.weight.grad = torch.full_like(model.weight, 1.0 + strategy.extended._workers.index)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
         elif what == "a sum with an earlier gradient":
             own = 1.0 + strategy.extended._workers.index
             model.weight.grad = torch.full_like(model.weight, own)

@@ -322,11 +322,8 @@ class TrackedTensors:
 #   them, may still have its backward. The library does the same.
 def write_value(buffer: torch.Tensor, value: torch.Tensor, is_counted: bool = True) -> None:
     """Writes a buffer, or a copy of one. See Note [Writes that count, and writes that do not]."""
-    if buffer.is_inference():
-        with torch.inference_mode():
-            buffer.copy_(value)
-        return
-    with nullcontext() if is_counted else keeping_version(buffer):
+    # An inference tensor counts no writes.
+    with nullcontext() if is_counted or buffer.is_inference() else keeping_version(buffer):
         write_values(buffer, value.detach())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import marshal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,20 @@ def differences(of_all: Sequence[tuple[str, Sequence[tuple[str, dict[str, str]]]
     return ", ".join(listed)
 
 
+def apart_in_groups(places: Mapping[int, str], names: Sequence[str]) -> tuple[str, list[int]]:
+    """What to say where workers wait in different groups, and who is to blame.
+
+    Args:
+        places: Where workers wait, by their numbers.
+        names: What to call each worker.
+    """
+    for w, place in places.items():
+        _, refuses, why = place.partition(WHICH_IT_REFUSED)
+        if refuses:
+            return _REFUSED_BY_ONE.format(names[w], why.rstrip(".")), [w]
+    return APART.format(", ".join(f"worker {w} is at {places[w]}" for w in sorted(places))), []
+
+
 def comparable(named: Any) -> bytes:
     """Bytes that differ where two values do. Nobody reads them back."""
     try:
@@ -62,3 +76,15 @@ def _printed(value: object) -> str:
 
 
 _FEW = 9
+
+WHICH_IT_REFUSED = ", which it refused: "
+
+_REFUSED_BY_ONE = (
+    "{} refused what it was given, when others had gone on to the gradients of their step: {}. Give all workers what "
+    "fits, and start the training again."
+)
+
+APART = (
+    "The workers came to different synchronization points: {}. Every worker must come to the same ones in the same "
+    "order, with tensors of the same shapes: let no such call depend on the worker or on its rows."
+)

@@ -21,7 +21,14 @@ import torch.distributed as dist
 
 from torchstrategy._communication import joining
 from torchstrategy._communication.blame import guess_lost, told_of_lost
-from torchstrategy._communication.comparisons import by_name, comparable, differences
+from torchstrategy._communication.comparisons import (
+    APART,
+    WHICH_IT_REFUSED,
+    apart_in_groups,
+    by_name,
+    comparable,
+    differences,
+)
 from torchstrategy._communication.inherited import give_back, noting_sockets
 from torchstrategy._communication.meeting import name_of
 from torchstrategy._communication.native_dtypes import as_addable, bits, from_addable
@@ -240,7 +247,7 @@ class ProcessGroup(Workers):
     def refuse(self, error: Exception, name: str) -> None:
         if self._why_over is None and not self.is_of_all(error):
             with suppress(WorkerError):  # this worker raises its own error
-                where = f"{self._at(name)}, which it refused: {described(error)}"  # the others may wait elsewhere
+                where = f"{self._at(name)}{WHICH_IT_REFUSED}{described(error)}"  # the others may wait elsewhere
                 self._meet(where, (), described(error).encode("utf-8", "backslashreplace"), refuses=True)
                 self.note_of_all(error)
 
@@ -379,7 +386,7 @@ class ProcessGroup(Workers):
             had_news = self._lines.has_news
             if self._waits_elsewhere(sent.group) and not had_news:
                 if has_met:  # twice: what it has said may be out of date the first time
-                    raise self._apart_in_groups(sent.group)
+                    raise self._apart_in_groups()
                 has_met = True
 
     def _waits_elsewhere(self, group: int) -> bool:
@@ -389,11 +396,10 @@ class ProcessGroup(Workers):
             self._lines.say("waits", self._waits_at, group=group)
         return self._has_said_where and any(word["group"] != group for word in self._lines.waiting.values())
 
-    def _apart_in_groups(self, group: int) -> WorkerError:
+    def _apart_in_groups(self) -> WorkerError:
         """The error of workers that wait in different groups."""
         places = {w: str(word["text"]) for w, word in self._lines.waiting.items()}
-        places[self.index] = self._waits_at
-        return self._parted(", ".join(f"worker {w} is at {places[w]}" for w in sorted(places)))
+        return self._give_up(*apart_in_groups({**places, self.index: self._waits_at}, self._names))
 
     def _apart(self, where: str, signature: object, compared: Sequence[tuple[str, object]]) -> WorkerError:
         """The error of workers that are at different exchanges. All of them have found so, and say where they are."""
@@ -401,12 +407,11 @@ class ProcessGroup(Workers):
         told = json.dumps([place, [[what, by_name(value)] for what, value in compared]]).encode()
         sizes = [int.from_bytes(size, "big") for size in self._sent(len(told).to_bytes(_DIGEST, "big"), where)]
         of_all = self._sent(told.ljust(max(sizes)), where)
-        return self._parted(differences(list(map(json.loads, of_all))))
+        return self._give_up(APART.format(differences(list(map(json.loads, of_all)))), [])
 
-    def _parted(self, places: str) -> WorkerError:
-        """Gives up, since the workers are at different places, and tells the others so."""
-        text = _APART.format(places)
-        self._lines.say("verdict", text, blamed=[])
+    def _give_up(self, text: str, blamed: Sequence[int]) -> WorkerError:
+        """Closes the groups, and tells the others why."""
+        self._lines.say("verdict", text, blamed=list(blamed))
         self._close("the workers were at different places")
         return WorkerError(text)
 
@@ -455,9 +460,3 @@ class ProcessGroup(Workers):
         """The elements of tensors of one dtype and device in one new tensor, of a dtype that backends add up."""
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         return self._sendable(as_addable(flat))
-
-
-_APART = (
-    "The workers came to different synchronization points: {}. Every worker must come to the same ones in the same "
-    "order, with tensors of the same shapes: let no such call depend on the worker or on its rows."
-)

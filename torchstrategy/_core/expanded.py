@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 
@@ -16,4 +18,5 @@ def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     for dim, stride in enumerate(strides):
         if not stride:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    tensor.copy_(values)
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():
+        tensor.copy_(values)

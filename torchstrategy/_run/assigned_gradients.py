@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import final
@@ -11,6 +12,7 @@ import torch
 
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core.torch_internals import raw_grads, set_raw_grads, version
+from torchstrategy._replication.tensor_copies import storage_of
 from torchstrategy._run.parameter_values import checksum, sum_of_bits
 from torchstrategy._run.trained_tensors import TrainedTensors
 
@@ -24,6 +26,9 @@ from torchstrategy._run.trained_tensors import TrainedTensors
 # What a step assigns may have the earlier gradient of the batch in it: `parameter.grad = parameter.grad + new`. The
 # weights of all workers add up to 1, so that the earlier one is in the weighted sum once, as it should be. They do not
 # where gradients are added up and not averaged, and nobody knows whether it is in there: then it is refused.
+# Clipping reads all of a gradient: `clip_grad_norm_` on gradients of this worker's rows takes their norm, and what the
+# workers add up is not what one device would have clipped. So an assigned gradient that was written in place and is
+# not alike in all workers is refused. (What was computed out of place before it was assigned, nobody can see.)
 # A step may also write on a gradient in place. After a backward of the run, that is what clipping does, alike in all
 # workers; numbers of this worker's rows would make parameters differ, which `ValuesOfParameters` finds. Where no
 # backward made the gradients, nobody would look: so a gradient that was written in such a run counts as assigned.
@@ -102,8 +107,9 @@ class AssignedGradients:
         """
         parameters = [self._tensors.parameters[i] for i in indices]
         found = [gradient.detach() for gradient in raw_grads(parameters) if gradient is not None]
+        changed = self._find_changed(indices)
         # To read a checksum from an accelerator, the host would wait for it.
-        is_read = any(gradient.is_cpu or gradient.is_sparse for gradient in found)
+        is_read = any(gradient.is_cpu or gradient.is_sparse for gradient in found) or bool(changed)
         told = list(indices), list(map(checksum, found)) if is_read else None
         of_all = self._workers.all_gather_object(told, point)
         for w, (theirs, _) in enumerate(of_all):
@@ -118,12 +124,28 @@ class AssignedGradients:
             if None in marks:
                 marks = self._workers.all_gather_object(list(map(checksum, found)), point)
             differ = [k for k, column in enumerate(zip(*marks, strict=True)) if len(set(column)) > 1]
+            for i in [indices[k] for k in differ if indices[k] in changed]:
+                raise RuntimeError(_CHANGED.format(self._tensors.names()[i], point))
             self._refuse_ambiguous([indices[k] for k in differ], total_weight)
             totals = self._totals([found[k] for k in differ], weight, point)
             set_raw_grads([parameters[k] for k in differ], totals)
         for i, total in zip(indices, raw_grads(parameters), strict=True):
             assert total is not None
             self._known[i], self._versions[i] = weakref.ref(total), _version_of(total)
+
+    def _find_changed(self, indices: Sequence[int]) -> set[int]:
+        """The positions of gradients that were written again after they were made those of this worker's rows."""
+        gradients = raw_grads(self._tensors.parameters)
+        # Gradients that were sent together are parts of one tensor, and count their writes together.
+        num_together = Counter(storage_of(gradient) for gradient in gradients if gradient is not None)
+        changed = set()
+        for i in indices:
+            gradient, known = gradients[i], self._known[i]()
+            assert gradient is not None
+            allowed = self._versions[i] + num_together[storage_of(gradient)] if gradient is known else 0
+            if _version_of(gradient) > allowed:
+                changed.add(i)
+        return changed
 
     def _refuse_ambiguous(self, indices: Sequence[int], total_weight: float) -> None:
         for i in indices:
@@ -166,4 +188,10 @@ _AMBIGUOUS = (
     "The step has assigned the gradient of {}, which had one before, and gradient_reduction='sum' adds up what all "
     "workers have there. The earlier gradient may be a part of it, and would count once for each worker. Call "
     "optimizer.zero_grad() before strategy.run, or let loss.backward() make the gradient."
+)
+
+_CHANGED = (
+    "The step has put a gradient of its own rows into {}.grad, and then changed it in place, as clip_grad_norm_ does, "
+    "before {}: the gradient of the whole batch was not known yet. Call loss.backward(), which makes it at once. If "
+    "you only add or scale, do it out of place: parameter.grad = parameter.grad + new."
 )
