@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ def test_gradients_that_the_user_keeps_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("how", ["raises", "goes another way", "another waits"])
 def test_a_worker_that_leaves_others_with_gradients_under_way_is_heard_of(how: str) -> None:
+    if how != "raises" and os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
+        pytest.skip("torch waits for the other workers in each call itself, for as long as the timeout of the group")
     for rank, told in enumerate(cluster(2).run(overlapping.of_failure, how)):
         if how == "raises":
             assert told.startswith("ValueError" if rank else "WorkerError: worker 1 of 2"), told

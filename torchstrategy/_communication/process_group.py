@@ -19,16 +19,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from torchstrategy._communication import joining
+from torchstrategy._communication import comparisons, joining
 from torchstrategy._communication.blame import guess_lost, told_of_lost
-from torchstrategy._communication.comparisons import (
-    APART,
-    WHICH_IT_REFUSED,
-    apart_in_groups,
-    by_name,
-    comparable,
-    differences,
-)
 from torchstrategy._communication.inherited import give_back, noting_sockets
 from torchstrategy._communication.meeting import name_of
 from torchstrategy._communication.native_dtypes import as_addable, bits, from_addable
@@ -140,7 +132,7 @@ class ProcessGroup(Workers):
         self._compared.append((what, value))
 
     def mention(self, what: str, value: object) -> None:
-        self._mentioned[what] = digest(comparable(value))
+        self._mentioned[what] = digest(comparisons.comparable(value))
 
     def place(self, name: str) -> int:
         return zlib.crc32(b"".join([self._at(name).encode(), *starmap(self._bytes, self._compared)]))
@@ -150,7 +142,7 @@ class ProcessGroup(Workers):
         known, made = self._bytes_of.get(what, (None, b""))
         if known is value is not None:
             return made
-        made = comparable(value)
+        made = comparisons.comparable(value)
         if isinstance(value, (str, list)):  # other values may be large, and would live for longer than they should
             self._bytes_of[what] = value, made
         return made
@@ -174,7 +166,13 @@ class ProcessGroup(Workers):
     def begin_all_reduce(self, flat: torch.Tensor, name: str) -> Callable[[], None]:
         where = self._at(name)
         sent = self._sendable(as_addable(flat))
-        begun = self._begin(_EARLY, [sent], lambda group: begin_sum(sent, group))
+        begun: list[Operation] = []
+
+        def begin() -> Iterable[Operation]:
+            begun.extend(self._begin(_EARLY, [sent], lambda group: begin_sum(sent, group)))
+            return ()
+
+        self._wait(where, begin)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL, torch waits for the other workers here
 
         def arrived() -> None:
             self._wait(where, lambda: begun)
@@ -247,7 +245,8 @@ class ProcessGroup(Workers):
     def refuse(self, error: Exception, name: str) -> None:
         if self._why_over is None and not self.is_of_all(error):
             with suppress(WorkerError):  # this worker raises its own error
-                where = f"{self._at(name)}{WHICH_IT_REFUSED}{described(error)}"  # the others may wait elsewhere
+                # The others may wait elsewhere.
+                where = f"{self._at(name)}{comparisons.WHICH_IT_REFUSED}{described(error)}"
                 self._meet(where, (), described(error).encode("utf-8", "backslashreplace"), refuses=True)
                 self.note_of_all(error)
 
@@ -399,15 +398,15 @@ class ProcessGroup(Workers):
     def _apart_in_groups(self) -> WorkerError:
         """The error of workers that wait in different groups."""
         places = {w: str(word["text"]) for w, word in self._lines.waiting.items()}
-        return self._give_up(*apart_in_groups({**places, self.index: self._waits_at}, self._names))
+        return self._give_up(*comparisons.apart_in_groups({**places, self.index: self._waits_at}, self._names))
 
     def _apart(self, where: str, signature: object, compared: Sequence[tuple[str, object]]) -> WorkerError:
         """The error of workers that are at different exchanges. All of them have found so, and say where they are."""
         place = f"{where} with {signature}" if signature else where
-        told = json.dumps([place, [[what, by_name(value)] for what, value in compared]]).encode()
+        told = json.dumps([place, [[what, comparisons.by_name(value)] for what, value in compared]]).encode()
         sizes = [int.from_bytes(size, "big") for size in self._sent(len(told).to_bytes(_DIGEST, "big"), where)]
         of_all = self._sent(told.ljust(max(sizes)), where)
-        return self._give_up(APART.format(differences(list(map(json.loads, of_all)))), [])
+        return self._give_up(comparisons.APART.format(comparisons.differences(list(map(json.loads, of_all)))), [])
 
     def _give_up(self, text: str, blamed: Sequence[int]) -> WorkerError:
         """Closes the groups, and tells the others why."""
