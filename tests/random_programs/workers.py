@@ -34,6 +34,7 @@ def together(task: Task) -> list[tuple[int, Outcome]]:
 
 _NOT_IN_WORKERS = (
     "Fail",  # a strategy of several processes cannot be used any more after a step that failed
+    r"Peek\(what='gradients'",  # a gradient that a step assigns is that of the worker's own rows until the update
     "LookAtKept",  # a hook of a worker without rows has seen borrowed rows, and what it keeps stays in its worker
     "micro=2",  # each backward is an exchange, and a worker with a single row would make one less
     r"WriteGradients\(how='storage'",  # a gradient lies beside others, in the memory in which they were sent
