@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torchstrategy
+from conditions import takes_long
 from workers import exact_steps
 from workers.cluster import cluster
 
@@ -24,7 +25,7 @@ def of_plain_torch(program: exact_steps.Program) -> list[torch.Tensor]:
     return exact_steps.come_to(torchstrategy.get_strategy(), program)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=takes_long)])
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
 def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> None:
     found = cluster(workers).run(exact_steps.of_workers, size)
@@ -39,7 +40,7 @@ def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> 
     assert wrong == {}
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=takes_long)])
 def test_steps_of_copies_compute_the_numbers_of_plain_torch(workers: int) -> None:
     """Some batches have rows for some replicas of a worker only, and some for none of them."""
     first, *others = cluster(workers).run(exact_steps.of_copies)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchstrategy
+from conditions import takes_long
 from torchstrategy._communication.workers import PACK
 from workers import resuming
 from workers.cluster import cluster
@@ -32,7 +33,7 @@ def test_a_training_goes_on_in_fewer_processes_and_in_one(steps: tuple[int, int,
         assert torch.equal(one["random"], expected["random"])
 
 
-@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), pytest.param(3, 1, marks=takes_long), (2, 2)])
 def test_a_checkpoint_of_workers_that_had_copies_goes_on(workers: int, replicas: int) -> None:
     """It was saved by 0.1.0 in worker 1 of two with one replica each, after 4 steps, within the second epoch."""
     saved = torch.load(Path(__file__).with_name("saved_with_copies.pt"), weights_only=True)
@@ -45,7 +46,7 @@ def test_a_checkpoint_of_workers_that_had_copies_goes_on(workers: int, replicas:
 
 
 @pytest.mark.parametrize("pack", [200, PACK], ids=["several packs", "one pack"])
-@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("count", [3, pytest.param(4, marks=takes_long)])
 @pytest.mark.parametrize("kind", resuming.KINDS)
 def test_a_training_that_begins_anew_has_the_same_bits(kind: str, count: int, pack: int) -> None:
     """Three workers that went on from a checkpoint ended with other last bits than those that had not stopped.
