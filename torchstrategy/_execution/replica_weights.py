@@ -121,19 +121,18 @@ class ReplicaWeights:
 
     @classmethod
     def of_lone_replicas(
-        cls, leaves: Sequence[Tree], options: RunOptions, default: ReduceOp, workers: Workers
+        cls, values: Sequence[DistributedValues], options: RunOptions, default: ReduceOp, workers: Workers
     ) -> ReplicaWeights:
-        """The weights where each of several workers has one replica.
+        """The weights where each of several workers has one replica, for one run with these values as arguments.
 
         The workers ask one another only if the batch does not say how many rows all of them have.
 
         Raises:
             ValueError: As `of` does.
         """
-        values = [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
         known = {leaf.rows_of_all if type(leaf) is PerReplica else None for leaf in values} or {(1,) * workers.count}
         if len(known) > 1 or None in known or options.examples is not None:
-            return cls.of(leaves, 1, options, default, workers)
+            return cls.of(values, 1, options, default, workers)
         reduction = options.gradient_reduction or default
         assert isinstance(reduction, ReduceOp)
         (rows_of_all,) = known

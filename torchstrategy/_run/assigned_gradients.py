@@ -48,15 +48,14 @@ class AssignedGradients:
     def train(self, tensors: TrainedTensors) -> None:
         """Takes other parameters. The gradients that they have count as those of the whole batch."""
         self._tensors = tensors
-        self._known: list[Callable[[], torch.Tensor | None]] = []
-        self._versions: list[int] = [-1] * len(
-            tensors.parameters
-        )  # of the gradients that were there when the run began
+        # The versions of the gradients that were there when the run began.
+        self._versions = [-1] * len(tensors.parameters)
         self.note_all()
 
     def note_all(self) -> None:
         """Says that the gradients that are there are those of the whole batch."""
         gradients = raw_grads(self._tensors.parameters)
+        self._known: list[Callable[[], torch.Tensor | None]]
         self._known = [_nothing if gradient is None else weakref.ref(gradient) for gradient in gradients]
 
     def begin_run(self) -> None:
@@ -174,7 +173,7 @@ def _nothing() -> None:
 
 
 def _weighed(gradient: torch.Tensor, weight: float) -> torch.Tensor:
-    dense = gradient.detach().to_dense()
+    dense = gradient.to_dense()
     # What does not count may be NaN, and 0 * NaN is NaN.
     return dense * weight if weight else torch.zeros_like(dense)
 

@@ -286,11 +286,10 @@ class OwnObjects(Storage):
             if loss is None:
                 return None
             weight = self.gradients.weight
-            own = (
-                loss.detach()
-                if isinstance(loss, torch.Tensor)
-                else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
-            )
+            if isinstance(loss, torch.Tensor):
+                own = loss.detach()
+            else:
+                own = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
             own = own.to(torch.promote_types(own.dtype, torch.float32))
             weighed = own * weight if weight else torch.zeros_like(own)
             (total,) = self._workers.all_reduce([weighed], "the loss of a closure")
