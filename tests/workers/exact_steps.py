@@ -112,14 +112,19 @@ def two_losses_at_once(_: Any) -> Any:
 # What the step does with gradients
 
 
+def assign_gradients(model: nn.Module, batch: Any) -> None:
+    """Puts the gradients of a worker's own rows into `.grad`, without a backward."""
+    gradients = torch.autograd.grad(cross_entropy(model, *batch), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+
+
 def assigned(_: Any) -> Any:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     optimizer = sgd(model)
 
     def step(batch: Any) -> None:
-        gradients = torch.autograd.grad(cross_entropy(model, *batch), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+        assign_gradients(model, batch)
         optimizer.step()
 
     return model, lambda run, batch: run(step, batch)
@@ -131,9 +136,7 @@ def assigned_and_updated_by_the_program(_: Any) -> Any:
     optimizer = sgd(model)
 
     def step(batch: Any) -> None:
-        gradients = torch.autograd.grad(cross_entropy(model, *batch), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+        assign_gradients(model, batch)
 
     def train(run: Run, batch: Any) -> None:
         run(step, batch)
@@ -148,9 +151,7 @@ def assigned_before_a_backward(_: Any) -> Any:
     optimizer = sgd(model)
 
     def step(batch: Any) -> None:
-        gradients = torch.autograd.grad(cross_entropy(model, *batch), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+        assign_gradients(model, batch)
         squared(model, batch[0]).backward()
         optimizer.step()
 
