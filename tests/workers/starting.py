@@ -35,11 +35,13 @@ def of_task(kind: str, addresses: list[str]) -> Any:
 
 
 def of_a_part() -> Any:
-    """The processes 0 and 2 of three train together."""
+    """The processes 0 and 2 of three train together, of which process 0 has one more group."""
     rank = dist.get_rank()
     group = dist.new_group([0, 2])
     if rank == 1:
         return None
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], process_group=group)
     total = strategy.reduce("sum", strategy.run(lambda: torch.ones(()) * (rank + 1)), axis=None)
     return strategy.num_replicas_in_sync, total.item()

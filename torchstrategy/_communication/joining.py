@@ -20,7 +20,7 @@ from torchstrategy._communication.meeting import USUAL_LIMIT, Meeting, name_of
 from torchstrategy._communication.threads import MeetingOfThreads, are_threads
 from torchstrategy._communication.workers import WorkerError
 from torchstrategy._core.errors import described
-from torchstrategy._core.torch_internals import shared_store
+from torchstrategy._core.torch_internals import make_named_group, shared_store
 
 _LOOK_S = 0.05
 _dist: Any = dist  # where types do not say that it has stores
@@ -45,14 +45,25 @@ def devices_of(config: str) -> set[str]:
     return {part.partition(":")[0] for part in config.split(",")}
 
 
-def groups_of(ranks: list[int], group: dist.ProcessGroup | None, timeout: timedelta | None) -> list[dist.ProcessGroup]:
-    """Groups of the same processes: a worker that fails closes them, and the user's own group stays as it is."""
+def groups_of(
+    ranks: list[int], name: str, group: dist.ProcessGroup | None, timeout: timedelta | None
+) -> list[dist.ProcessGroup]:
+    """Groups of the same processes: a worker that fails closes them, and the user's own group stays as it is.
+
+    Args:
+        ranks: The processes, by their numbers in the default group.
+        name: A name that is the same in all of them, and that no other groups have.
+        group: The user's own group of these processes. None: the default group.
+        timeout: How long an operation may take. None: as torch does.
+    """
     known = dist.get_backend_config(group)
     kind = None if known == dist.get_backend_config() else known  # None: as the default group
     if "cpu" not in devices_of(known):
         kind = f"cpu:gloo,{known}"  # as of init_process_group("nccl"): tables, scalars and generators are on the CPU
-    is_part = group is not None
-    made = [dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part) for kind in (kind, kind, "gloo")]
+    kinds = [kind, kind, "gloo"]
+    if group is not None:
+        return [make_named_group(f"{name}/{index}", ranks, kind, timeout) for index, kind in enumerate(kinds)]
+    made = [dist.new_group(ranks, timeout, kind) for kind in kinds]
     return [one for one in made if one is not None]
 
 

@@ -96,11 +96,12 @@ class ProcessGroup(Workers):
         super().__init__(len(ranks), ranks.index(dist.get_rank()))
         key = tuple(ranks)
         _met[key] += 1
-        meeting = joining.meeting_of(f"{digest(str(key).encode()).hex()}/{_met[key]}", self.index, self.count, timeout)
+        name = f"{digest(str(key).encode()).hex()}/{_met[key]}"
+        meeting = joining.meeting_of(name, self.index, self.count, timeout)
         self._names = meeting.meet()
         self._lines = meeting.lines
         with noting_sockets():
-            self._groups = meeting.watched(partial(joining.groups_of, ranks, group, timeout))
+            self._groups = meeting.watched(partial(joining.groups_of, ranks, name, group, timeout))
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch lets each operation wait until all workers have begun it.
         self.can_overlap = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL"
         self._under_way: list[Operation] = []

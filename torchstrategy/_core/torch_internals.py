@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -485,3 +486,38 @@ def shared_store(prefix: str) -> tuple[Any, tuple[str, int] | None]:
         innermost = innermost.underlying_store
     home = (innermost.host, innermost.port) if isinstance(innermost, distributed.TCPStore) else None
     return distributed.PrefixStore(prefix, store), home
+
+
+def make_named_group(
+    name: str, ranks: list[int], backend: str | None, timeout: timedelta | None
+) -> torch.distributed.ProcessGroup:
+    """A group of some of the processes, which these make without the others.
+
+    torch names such a group (`new_group(use_local_synchronization=True)`) by how many groups its process has. Two
+    processes of which one has one more, or has not yet collected one that is gone, then wait for each other under two
+    names.
+
+    Args:
+        name: The same in all processes of the group, and of no other group.
+        ranks: The processes, of which this is one, by their numbers in the default group.
+        backend: Its backends. None: as the default group has.
+        timeout: How long an operation may take. None: as torch's default for the backend.
+    """
+    c10d: Any = torch.distributed.distributed_c10d
+    world = c10d._world
+    default = c10d._get_default_group()
+    backend_of_default, store = world.pg_map[default]
+    kind = c10d.Backend(backend or backend_of_default)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(default.rank()),
+        ranks,
+        kind,
+        store,
+        name,
+        timeout=c10d._get_default_timeout(kind) if timeout is None else timeout,
+        device_id=default.bound_device_id,
+    )
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    made: torch.distributed.ProcessGroup = group
+    return made
