@@ -110,16 +110,30 @@ def of_joining(culprit: int, how: str) -> Any:
             return None
         if how == "is killed":
             _before_groups(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        if how == "is stopped at the door":
+            _when_come(lambda: os.kill(os.getpid(), signal.SIGSTOP))
         if how == "is stopped":
             _before_groups(lambda: os.kill(os.getpid(), signal.SIGSTOP))
         if how == "raises":
             _before_groups(_raise)
     began = time.monotonic()
     try:
-        strategy_of(60 if how in ("is killed", "raises") else 4)
+        # Worker 0 is patient, since it has called nobody and so was right.
+        strategy_of(60 if how in ("is killed", "raises") or (how == "is stopped at the door" and rank() == 0) else 4)
     except (ValueError, torchstrategy.WorkerError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     return "nothing", 0.0
+
+
+def _when_come(call: Any) -> None:
+    """Lets this process do something when the others can call it, and it has answered nobody."""
+    come = Meeting._come
+
+    def come_and_call(self: Meeting, port: int) -> None:
+        come(self, port)
+        call()
+
+    Meeting._come = come_and_call  # type: ignore[method-assign]
 
 
 def _before_groups(call: Any) -> None:

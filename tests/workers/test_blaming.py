@@ -102,6 +102,17 @@ def test_a_worker_that_is_stopped_while_all_join_is_named(culprit: int) -> None:
         assert seconds < SOON_S
 
 
+def test_a_worker_that_is_stopped_before_it_answers_is_named_alone() -> None:
+    """Whoever had called it waited for its answer, answered nobody either, and was named too."""
+    outcomes = together(4, blaming.of_joining, 1, "is stopped at the door", without=[1])
+    del outcomes[1]
+    for outcome in outcomes:
+        told, seconds = outcome.value
+        assert blamed(told) == {1}, outcome
+        assert "has not answered within 4 s" in told
+        assert seconds < SOON_S
+
+
 @pytest.mark.parametrize("how", ["is killed", "raises"])
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_worker_that_ends_while_all_join_is_named_at_once(culprit: int, how: str) -> None:

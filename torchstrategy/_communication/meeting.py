@@ -8,8 +8,8 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -44,8 +44,10 @@ def name_of(index: int, count: int) -> str:
 
 # Note [Workers that join]
 # Each worker takes connections at a port of its own, and puts its addresses and a secret into the store. It calls the
-# workers of lower numbers, and waits for calls of those of higher ones. Whoever brings the secret is a worker. So a
-# worker that dies after it has come is noticed by those that it is connected to, and they tell the others: by their
+# workers of lower numbers, and waits for calls of those of higher ones. Whoever brings the secret is a worker. It waits
+# for all answers at once: for a worker that was stopped the system still takes a call, and nobody answers. Whoever
+# waited for this answer alone would answer nobody either, and would be named, too.
+# So a worker that dies after it has come is noticed by those that it is connected to. They tell the others: by their
 # connections, and those that they have none to by the store. While torch makes its groups, which it does in C++ without
 # looking at anybody, `watched` looks.
 @final
@@ -74,6 +76,7 @@ class Meeting:
         self.lines = Lifelines(index, count)
         self.earlier: Lifelines | None = None  # connections of an earlier meeting of the same workers
         self._connected: set[int] = set()
+        self._calls: dict[int, _Call] = {}  # those that were not answered yet, by the number of who was called
         self._refused: dict[str, float] = {}  # since when, by the secret of who refuses connections
 
     def meet(self) -> list[str]:
@@ -83,15 +86,15 @@ class Meeting:
             WorkerError: Naming who has not come in time, or has ended.
         """
         try:
-            with _server() as server, selectors.DefaultSelector() as callers:
+            with _server() as server, _connections() as waiting:
                 server.setblocking(False)
-                callers.register(server, selectors.EVENT_READ)
+                waiting.register(server, selectors.EVENT_READ)
                 self._secret = secrets.token_hex(16)
                 self._come(server.getsockname()[1])
                 while len(self._connected) < self._count - 1:
                     self._look_into_store()
-                    self._call_next()
-                    self._take_calls(server, callers)
+                    self._call_next(waiting)
+                    self._answer(server, waiting)
                     self.look()
                     if time.monotonic() > self._deadline:
                         raise self._over(self._missing())
@@ -194,8 +197,11 @@ class Meeting:
         except RuntimeError as error:
             if isinstance(error, WorkerError):
                 raise
-            self.lines.listen(_REFUSED_S)
-            self.look()
+            # Where a worker that has ended kept the store, that is the reason, and the news of it may come later.
+            end = time.monotonic() + _REFUSED_S
+            while time.monotonic() < end:
+                self.look()
+                time.sleep(_LOOK_S)
             raise self._over(f"{self._where} is gone: {described(error)}") from error
 
     def _missing(self) -> str:
@@ -218,55 +224,73 @@ class Meeting:
 
     # Connections.
 
-    def _call_next(self) -> None:
-        """Connects to the next worker of a lower number, if it has come."""
-        worker = next((w for w in range(self._index) if w not in self._connected), None)
-        if worker is None or not self._has_come(worker):
-            return
-        entry = self._entry(worker)
-        problem = ""
-        for address in [*(["127.0.0.1"] if entry.host == socket.gethostname() else []), *entry.addresses]:
-            try:
-                self._take(worker, self._called(address, entry))
+    def _call_next(self, waiting: selectors.BaseSelector) -> None:
+        """Calls the next worker of a lower number, if it has come."""
+        for worker in range(self._index):
+            if worker not in self._connected and worker not in self._calls:
+                if self._has_come(worker):
+                    self._calls[worker] = _Call(worker, self._entry(worker))
+                    self._dial(self._calls[worker], waiting)
                 return
+
+    def _dial(self, call: _Call, waiting: selectors.BaseSelector) -> None:
+        """Connects to the next of the addresses at which a connection can be made."""
+        entry = call.entry
+        for address in call.addresses:
+            call.address = f"{address}, port {entry.port}"
+            try:
+                connection = socket.create_connection((address, entry.port), timeout=_REFUSED_S)
             except OSError as error:
-                problem = f"{address}, port {entry.port}: {described(error)}"
+                call.problem = f"{call.address}: {described(error)}"
+                continue
+            connection.setblocking(False)
+            waiting.register(connection, selectors.EVENT_READ, call)
+            with suppress(OSError):  # the end of the connection is heard of like an answer
+                connection.sendall(f"{entry.secret} {self._index}\n".encode())
+            return
+        del self._calls[call.worker]  # it is called again
         since = self._refused.setdefault(entry.secret, time.monotonic())
         if time.monotonic() - since > _REFUSED_S:
-            raise self._over(f"{entry.who} had come, and has ended or cannot be reached at {problem}")
+            raise self._over(f"{entry.who} had come, and has ended or cannot be reached at {call.problem}")
 
-    def _called(self, address: str, entry: Entry) -> socket.socket:
-        connection = socket.create_connection((address, entry.port), timeout=_REFUSED_S)
-        try:
-            connection.sendall(f"{entry.secret} {self._index}\n".encode())
-            connection.settimeout(max(self._deadline - time.monotonic(), _REFUSED_S))
-            if connection.recv(1) != b"\n":
-                raise ConnectionError("another program answers there")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _take_calls(self, server: socket.socket, callers: selectors.BaseSelector) -> None:
-        """Takes the connections of workers of higher numbers."""
-        for key, _ in callers.select(_LOOK_S):
-            if key.fileobj is server:
+    def _answer(self, server: socket.socket, waiting: selectors.BaseSelector) -> None:
+        """Takes the connections of workers of higher numbers, and the answers of those of lower ones."""
+        for key, _ in waiting.select(_LOOK_S):
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            if connection is server:
                 with suppress(OSError):  # whoever called may have gone
                     caller, _ = server.accept()
                     caller.setblocking(False)
-                    callers.register(caller, selectors.EVENT_READ, bytearray())
+                    waiting.register(caller, selectors.EVENT_READ, bytearray())
+            elif isinstance(key.data, _Call):
+                self._hear_answer(connection, key.data, waiting)
             else:
-                assert isinstance(key.fileobj, socket.socket)
-                self._hear(key.fileobj, key.data, callers)
+                self._hear_caller(connection, key.data, waiting)
 
-    def _hear(self, caller: socket.socket, heard: bytearray, callers: selectors.BaseSelector) -> None:
+    def _hear_answer(self, connection: socket.socket, call: _Call, waiting: selectors.BaseSelector) -> None:
+        waiting.unregister(connection)
+        try:
+            answer = connection.recv(1)
+            call.problem = f"{call.address}: another program answers there"
+        except OSError as error:
+            answer = b""
+            call.problem = f"{call.address}: {described(error)}"
+        if answer == b"\n":
+            del self._calls[call.worker]
+            self._take(call.worker, connection)
+        else:
+            connection.close()
+            self._dial(call, waiting)
+
+    def _hear_caller(self, caller: socket.socket, heard: bytearray, waiting: selectors.BaseSelector) -> None:
         data = b""
         with suppress(OSError):
             data = caller.recv(_LONGEST_CALL)
         heard += data
         if data and b"\n" not in heard and len(heard) < _LONGEST_CALL:
             return
-        callers.unregister(caller)
+        waiting.unregister(caller)
         secret, _, number = bytes(heard).partition(b"\n")[0].partition(b" ")
         if secrets.compare_digest(secret, self._secret.encode()) and number.isdigit():
             with suppress(OSError):
@@ -278,6 +302,35 @@ class Meeting:
     def _take(self, worker: int, connection: socket.socket) -> None:
         self.lines.take(worker, connection)
         self._connected.add(worker)
+
+
+class _Call:
+    """A call to another worker.
+
+    Args:
+        worker: Its number.
+        entry: What it has put into the store.
+    """
+
+    def __init__(self, worker: int, entry: Entry) -> None:
+        self.worker = worker
+        self.entry = entry
+        is_here = entry.host == socket.gethostname()
+        self.addresses = iter([*(["127.0.0.1"] if is_here else []), *entry.addresses])  # those not tried yet
+        self.address = ""  # the one that was tried last
+        self.problem = ""  # why that was nothing
+
+
+@contextmanager
+def _connections() -> Iterator[selectors.BaseSelector]:
+    """A selector whose connections are closed in the end."""
+    with selectors.DefaultSelector() as waiting:
+        try:
+            yield waiting
+        finally:
+            for key in list(waiting.get_map().values()):
+                assert isinstance(key.fileobj, socket.socket)
+                key.fileobj.close()
 
 
 def _server() -> socket.socket:
