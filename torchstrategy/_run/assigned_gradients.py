@@ -105,29 +105,29 @@ class AssignedGradients:
             RuntimeError: If only some workers have put a gradient there, or if it may count several times.
         """
         parameters = [self._tensors.parameters[i] for i in indices]
-        found = [gradient.detach() for gradient in raw_grads(parameters) if gradient is not None]
+        found = [gradient for gradient in raw_grads(parameters) if gradient is not None]
         changed = self._find_changed(indices)
         # To read a checksum from an accelerator, the host would wait for it.
-        is_read = any(gradient.is_cpu or gradient.is_sparse for gradient in found) or bool(changed)
-        told = list(indices), list(map(checksum, found)) if is_read else None
-        of_all = self._workers.all_gather_object(told, point)
+        is_read = bool(changed) or any(gradient.is_cpu or gradient.is_sparse for gradient in found)
+        checksums = list(map(checksum, found)) if is_read else None
+        of_all = self._workers.all_gather_object((list(indices), checksums), point)
         for w, (theirs, _) in enumerate(of_all):
             for i in set(theirs).symmetric_difference(indices):
                 raise RuntimeError(_UNLIKE.format(self._tensors.names()[i], self._workers.index, w, point))
-        marks = [of_worker for _, of_worker in of_all]
-        if marks == [None] * len(marks):
+        checksums_of_all = [checksums for _, checksums in of_all]
+        if all(checksums is None for checksums in checksums_of_all):
             self._refuse_ambiguous(indices, total_weight)
-            totals = self._totals_unread(found, weight, point)
-            set_raw_grads(parameters, totals)
+            totals = self._add_up_unread(found, weight, point)
         else:
-            if None in marks:
-                marks = self._workers.all_gather_object(list(map(checksum, found)), point)
-            differ = [k for k, column in enumerate(zip(*marks, strict=True)) if len(set(column)) > 1]
-            for i in [indices[k] for k in differ if indices[k] in changed]:
-                raise RuntimeError(_CHANGED.format(self._tensors.names()[i], point))
+            if None in checksums_of_all:  # some workers had to read theirs
+                checksums_of_all = self._workers.all_gather_object(list(map(checksum, found)), point)
+            differ = [k for k, column in enumerate(zip(*checksums_of_all, strict=True)) if len(set(column)) > 1]
+            for k in differ:
+                if indices[k] in changed:
+                    raise RuntimeError(_CHANGED.format(self._tensors.names()[indices[k]], point))
             self._refuse_ambiguous([indices[k] for k in differ], total_weight)
-            totals = self._totals([found[k] for k in differ], weight, point)
-            set_raw_grads([parameters[k] for k in differ], totals)
+            totals = self._add_up_some(found, differ, weight, point)
+        set_raw_grads(parameters, totals)
         for i, total in zip(indices, raw_grads(parameters), strict=True):
             assert total is not None
             self._known[i], self._versions[i] = weakref.ref(total), _version_of(total)
@@ -151,17 +151,25 @@ class AssignedGradients:
             if total_weight != 1.0 and self._known[i] is not _nothing:
                 raise RuntimeError(_AMBIGUOUS.format(self._tensors.names()[i]))
 
-    def _totals(self, own: Sequence[torch.Tensor], weight: float, point: str) -> list[torch.Tensor]:
-        return self._workers.all_reduce([_weighed(gradient, weight) for gradient in own], point, agreed=True)
+    def _add_up_some(
+        self, own: Sequence[torch.Tensor], differ: Sequence[int], weight: float, point: str
+    ) -> list[torch.Tensor]:
+        """The gradients, of which those that differ between workers become their weighed sum."""
+        weighed = [_weighed(own[k], weight) for k in differ]
+        sums = self._workers.all_reduce(weighed, point, agreed=True)
+        totals = list(own)
+        for k, total in zip(differ, sums, strict=True):
+            totals[k] = total
+        return totals
 
-    def _totals_unread(self, own: Sequence[torch.Tensor], weight: float, point: str) -> list[torch.Tensor]:
-        """The gradients of an accelerator, which decides itself which of them are alike in all workers."""
+    def _add_up_unread(self, own: Sequence[torch.Tensor], weight: float, point: str) -> list[torch.Tensor]:
+        """The same for an accelerator, which decides itself which gradients differ: the host reads none of them."""
         mine = torch.stack(list(map(sum_of_bits, own)))
         of_all = torch.stack(self._workers.all_gather(mine, 0, point))
         are_alike = (of_all == of_all[0]).all(0)
-        totals = self._totals(own, weight, point)
-        rows = zip(are_alike, own, totals, strict=True)
-        return [torch.where(is_alike, gradient, total) for is_alike, gradient, total in rows]
+        sums = self._add_up_some(own, range(len(own)), weight, point)
+        rows = zip(are_alike, own, sums, strict=True)
+        return [torch.where(is_alike, gradient.detach(), total) for is_alike, gradient, total in rows]
 
 
 def _version_of(gradient: torch.Tensor | None) -> int:
@@ -173,7 +181,7 @@ def _nothing() -> None:
 
 
 def _weighed(gradient: torch.Tensor, weight: float) -> torch.Tensor:
-    dense = gradient.to_dense()
+    dense = gradient.detach().to_dense()
     # What does not count may be NaN, and 0 * NaN is NaN.
     return dense * weight if weight else torch.zeros_like(dense)
 
