@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import torchstrategy
+from conditions import takes_long
 from topologies import EVERY, MAKERS, SEVERAL, TOPOLOGIES, central_in_one_place
 from torchstrategy.testing import simulated_devices
 
@@ -66,7 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     most = VARIANTS_ON_SIMULATED_DEVICES if "CI" in os.environ else VARIANTS
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if HOUSE in item.path.parents:
+        is_skipped = takes_long.mark in item.own_markers and "CI" not in os.environ
+        if HOUSE in item.path.parents or is_skipped:
             continue
         variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[pytest.Item] = set()

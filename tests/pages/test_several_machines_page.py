@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import torchstrategy
+from conditions import takes_long
 from documents import dead_links_of
 from processes import NO_ACCELERATOR, python
 from workers.cluster import Cluster, Outcome, alone, free_ports
@@ -156,6 +157,7 @@ def test_a_command_trains_what_one_process_trains(command: str, folder: Path, ex
 
 
 @pytest.mark.slow
+@takes_long
 def test_the_pods_train_what_one_process_trains(folder: Path, expected: list[float]) -> None:
     commands = re.findall(r"^ *command: (\[.*\])$", POD, re.M)
     pods = sum(map(int, re.findall(r"^ *replicas: (\d+)$", POD, re.M)))
@@ -241,6 +243,7 @@ def before() -> str:
 
 
 @pytest.mark.slow
+@takes_long
 def test_both_programs_train_the_same_model(folder: Path) -> None:
     command = "torchrun --standalone --nproc-per-node 2 train.py"
     found = []

@@ -688,9 +688,9 @@ def of_workers(size: float, programs: Sequence[Program] = PROGRAMS) -> dict[str,
         return {program.__name__: come_to(strategy_of(1), program) for program in programs}
 
 
-def of_copies() -> dict[str, list[torch.Tensor]]:
+def of_copies(programs: Sequence[Program]) -> dict[str, list[torch.Tensor]]:
     """What a worker with two replicas comes to."""
-    return {program.__name__: come_to(strategy_of(2), program) for program in PROGRAMS if program not in NOT_IN_COPIES}
+    return {program.__name__: come_to(strategy_of(2), program) for program in programs if program not in NOT_IN_COPIES}
 
 
 def differ(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import takes_long
+from conditions import some_of, takes_long
 from workers import exact_steps
 from workers.cluster import cluster
 
@@ -28,9 +28,10 @@ def of_plain_torch(program: exact_steps.Program) -> list[torch.Tensor]:
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=takes_long)])
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
 def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> None:
-    found = cluster(workers).run(exact_steps.of_workers, size)
+    programs = some_of(exact_steps.PROGRAMS)
+    found = cluster(workers).run(exact_steps.of_workers, size, programs)
     wrong = {}
-    for program in exact_steps.PROGRAMS:
+    for program in programs:
         name, expected = program.__name__, of_plain_torch(program)
         most = max(exact_steps.differ(of_worker[name], expected) for of_worker in found)
         if not most < exact_steps.LOOSE.get(name, 1e-12):
@@ -43,9 +44,10 @@ def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=takes_long)])
 def test_steps_of_copies_compute_the_numbers_of_plain_torch(workers: int) -> None:
     """Some batches have rows for some replicas of a worker only, and some for none of them."""
-    first, *others = cluster(workers).run(exact_steps.of_copies)
+    programs = some_of(exact_steps.PROGRAMS)
+    first, *others = cluster(workers).run(exact_steps.of_copies, programs)
     wrong = {}
-    for program in exact_steps.PROGRAMS:
+    for program in programs:
         name, expected = program.__name__, of_plain_torch(program)
         if name in first:
             most = exact_steps.differ(first[name], expected)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import takes_long
+from conditions import some_of, takes_long
 from workers.cluster import cluster
 from workers.trainings import (
     COMPILED,
@@ -34,14 +34,15 @@ def of_one_device(make: object) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("workers", "replicas"), SHAPES)
 def test_workers_compute_the_numbers_of_one_device(workers: int, replicas: int) -> None:
-    found = cluster(workers).run(table, replicas)
+    exact, like_one_process = some_of(EXACT), some_of(LIKE_ONE_PROCESS)
+    found = cluster(workers).run(table, replicas, [*exact, *like_one_process])
     assert all(torch.isfinite(value).all() for of_one in found[0].values() for value in of_one.values())
     differences = {
         make.__name__: max(difference(of_worker[make.__name__], of_one_device(make)) for of_worker in found)
-        for make in EXACT
+        for make in exact
     }
     assert {name: d for name, d in differences.items() if not d < (1e-9 if name == lbfgs.__name__ else 1e-12)} == {}
-    for make in LIKE_ONE_PROCESS:
+    for make in like_one_process:
         mirrored = trained(torchstrategy.MirroredStrategy(["cpu"] * workers * replicas), make)
         assert max(difference(of_worker[make.__name__], mirrored) for of_worker in found) < 1e-12
     for of_worker in found[1:]:
@@ -50,7 +51,7 @@ def test_workers_compute_the_numbers_of_one_device(workers: int, replicas: int) 
 
 
 @pytest.mark.filterwarnings("default")  # torch warns of a compiled step with an update, in plain PyTorch too
-@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("workers", "replicas"), [pytest.param(2, 1, marks=takes_long), (2, 2)])
 def test_compiled_steps_compute_the_numbers_of_one_device(workers: int, replicas: int) -> None:
     for of_worker in cluster(workers).run(table, replicas, COMPILED):
         for make in COMPILED:

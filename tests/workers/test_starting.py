@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import torchstrategy
+from conditions import takes_long
 from torchstrategy._strategy import multi_worker_mirrored
 from torchstrategy.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from workers import starting
@@ -149,7 +150,7 @@ sys.stdout.write(f"{strategy.experimental_local_results(strategy.run(step))[0].i
 """
 
 
-@pytest.mark.parametrize("how", ["goes well", "raises"])
+@pytest.mark.parametrize("how", ["goes well", pytest.param("raises", marks=takes_long)])
 def test_torchrun_starts_it(how: str, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
