@@ -50,6 +50,7 @@ if simulated_devices():
 
 
 VARIANTS = 2  # of each test that has parameters, where CI is not set
+VARIANTS_OF_SLOW_TESTS = 1  # most of these start processes, each of which imports torch
 HOUSE = Path(__file__).parent / "house"  # its parameters are files and names: all of them are checked, in half a minute
 # With CI set, all variants run on the CPU. On simulated devices the long tables, such as every option with every
 # strategy, run in part, since they are about values and not about devices.
@@ -64,7 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_whole = "CI" in os.environ and not config.getoption("simulate_devices")
     if is_whole or config.option.keyword or any("::" in argument for argument in config.args):
         return
-    most = VARIANTS_ON_SIMULATED_DEVICES if "CI" in os.environ else VARIANTS
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
         is_skipped = takes_long.mark in item.own_markers and "CI" not in os.environ
@@ -73,6 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[pytest.Item] = set()
     for name, of_one in variants.items():
+        if "CI" in os.environ:
+            most = VARIANTS_ON_SIMULATED_DEVICES
+        else:
+            most = VARIANTS if of_one[0].get_closest_marker("slow") is None else VARIANTS_OF_SLOW_TESTS
         step = -(-len(of_one) // most)
         first = zlib.crc32(name.encode()) % step  # so that not all tests run under the same strategies
         left_out.update(item for i, item in enumerate(of_one) if i % step != first)

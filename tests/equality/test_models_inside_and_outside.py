@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from conditions import without_simulated_devices
 from nets import F64, Net, outputs, train, trained
 from problems import assert_close, built, close, compare, data, deal, gradients, mlp, mse, parameters, sgd, where_it_is
 from processes import python
@@ -64,6 +65,7 @@ def test_outside_of_replicas_a_model_is_the_users_own(make, was_run):
 
 
 @pytest.mark.slow
+@without_simulated_devices
 def test_what_was_saved_loads_where_the_library_is_not_installed(tmp_path):
     strategy = central_with_copies(3)
     for name, build in {"plain": mlp, "normalised": lambda: nn.Sequential(mlp(), nn.BatchNorm1d(2, **F64))}.items():

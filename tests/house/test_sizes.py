@@ -6,6 +6,7 @@ There is no limit on the lines of the package: one was met by denser lines, not 
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections.abc import Iterator
@@ -40,10 +41,15 @@ def lines_of_docstrings(tree: ast.AST) -> set[int]:
 
 def code_lines(path: Path, first: int = 1, last: int | None = None) -> int:
     """How many lines hold code: those that are neither empty nor a comment nor part of a docstring."""
+    return sum(first <= n and (last is None or n <= last) for n in numbers_of_code_lines(path))
+
+
+@functools.cache
+def numbers_of_code_lines(path: Path) -> list[int]:
     text = path.read_text()
     told = lines_of_docstrings(ast.parse(text))
-    numbered = list(enumerate(text.splitlines(), 1))[first - 1 : last]
-    return sum(bool(line.strip()) and not line.strip().startswith("#") and n not in told for n, line in numbered)
+    numbered = enumerate(text.splitlines(), 1)
+    return [n for n, line in numbered if line.strip() and not line.strip().startswith("#") and n not in told]
 
 
 def comment_lines(path: Path) -> int:

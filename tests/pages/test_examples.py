@@ -86,9 +86,8 @@ def output_of_workers(*arguments: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments", [pytest.param((), marks=takes_long), ("--replicas", "2", "--optimizer", "adam", "--dtype", "float64")]
-)
+@takes_long
+@pytest.mark.parametrize("arguments", [(), ("--replicas", "2", "--optimizer", "adam", "--dtype", "float64")])
 def test_the_digits_program_checks_itself_in_two_processes(arguments: tuple[str, ...]) -> None:
     output = output_of_workers("digits.py", "--strategy", "workers", "--epochs", "1", "--check", *arguments)
     assert [line.partition(" ")[0] for line in output.splitlines()] == ["15", "test", "largest"]  # one of them prints
@@ -153,7 +152,8 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=takes_long), pytest.param(4, marks=takes_long)])
+@takes_long
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_killed_training_that_torchrun_restarts_ends_with_the_weights_of_an_unbroken_one(
     count: int, tmp_path: Path
 ) -> None:

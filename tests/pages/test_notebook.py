@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from conditions import takes_long
+
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_hour.ipynb"
 
 
@@ -18,6 +20,7 @@ def printed_by(notebook: Any) -> list[str]:
 
 
 @pytest.mark.slow
+@takes_long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the packages that run notebooks
 def test_the_notebook_prints_what_it_shows(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel", reason="pip install ipykernel")

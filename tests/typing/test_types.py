@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import torchstrategy
+from conditions import without_simulated_devices
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted(path for path in HERE.glob("*.py") if path.name != Path(__file__).name)
@@ -48,6 +49,7 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@without_simulated_devices
 def test_mypy_sees_the_types(place: Path) -> None:
     pytest.importorskip("mypy")
     cache = HERE.parents[1] / ".mypy_cache"
@@ -59,6 +61,7 @@ def test_mypy_sees_the_types(place: Path) -> None:
 
 
 @pytest.mark.slow
+@without_simulated_devices
 def test_pyright_sees_the_types(place: Path) -> None:
     pytest.importorskip("pyright", reason="pip install -e '.[pyright]'")
     if shutil.which("node") is None:

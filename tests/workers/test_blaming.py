@@ -102,6 +102,7 @@ def test_a_worker_that_is_stopped_while_all_join_is_named(culprit: int) -> None:
         assert seconds < SOON_S
 
 
+@takes_long
 def test_a_worker_that_is_stopped_before_it_answers_is_named_alone() -> None:
     """Whoever had called it waited for its answer, answered nobody either, and was named too."""
     outcomes = together(4, blaming.of_joining, 1, "is stopped at the door", without=[1])

@@ -50,8 +50,9 @@ def test_workers_compute_the_numbers_of_one_device(workers: int, replicas: int) 
             assert all(torch.equal(found[0][name][key], value) for key, value in of_worker[name].items()), name
 
 
+@takes_long
 @pytest.mark.filterwarnings("default")  # torch warns of a compiled step with an update, in plain PyTorch too
-@pytest.mark.parametrize(("workers", "replicas"), [pytest.param(2, 1, marks=takes_long), (2, 2)])
+@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (2, 2)])
 def test_compiled_steps_compute_the_numbers_of_one_device(workers: int, replicas: int) -> None:
     for of_worker in cluster(workers).run(table, replicas, COMPILED):
         for make in COMPILED:

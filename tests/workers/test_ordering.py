@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from conditions import takes_long
 from workers import ordering
 from workers.cluster import cluster
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("name", ordering.DRAWS)
 @pytest.mark.parametrize(
     ("workers", "replicas", "in_batches", "num_workers", "load_ahead"),
-    [(3, 1, False, 0, None), (2, 2, False, 1, None), (3, 1, True, 0, None)],
+    [(3, 1, False, 0, None), pytest.param(2, 2, False, 1, None, marks=takes_long), (3, 1, True, 0, None)],
 )
 def test_an_order_that_is_drawn_from_a_global_generator_is_that_of_worker_0(
     name: str, workers: int, replicas: int, in_batches: bool, num_workers: int, load_ahead: bool | None

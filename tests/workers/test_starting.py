@@ -182,6 +182,7 @@ strategy.run(lambda: None)
 """
 
 
+@takes_long
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of native threads are read in /proc")
 def test_no_thread_of_gloo_outlives_the_program() -> None:
     # A thread that let go of a tensor while Python ended aborted a process that had trained well: "terminate called

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from conditions import needs_fork
+from conditions import needs_fork, without_simulated_devices
 from loaders import AHEAD, HANG, ON_DEMAND, Loader, batch_numbers, both_ways, prefetchers, rows_of
 from topologies import central
 from torchstrategy import InputOptions, OutOfRangeError
@@ -286,6 +286,7 @@ def things_after_breaking_off(dataset: Any, times: int) -> int:
     return len(gc.get_objects())
 
 
+@without_simulated_devices
 def test_hundreds_of_iterators_that_are_broken_off_use_up_nothing() -> None:
     dataset = central(2).experimental_distribute_dataset([torch.ones(2)] * 6, AHEAD)
     before, after = things_after_breaking_off(dataset, 50), things_after_breaking_off(dataset, 250)
@@ -293,6 +294,7 @@ def test_hundreds_of_iterators_that_are_broken_off_use_up_nothing() -> None:
     assert after - before < 100
 
 
+@without_simulated_devices
 def test_iterators_over_workers_that_are_broken_off_use_up_nothing() -> None:
     dataset = central(2).experimental_distribute_dataset(DataLoader(range(20), 2, num_workers=1))
     before, after = things_after_breaking_off(dataset, 2), things_after_breaking_off(dataset, 8)
