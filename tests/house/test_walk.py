@@ -1,7 +1,8 @@
 """The way of a step through the house grows no longer.
 
 A limit is what was counted when it was last lowered. Whoever makes the way shorter lowers it. The aim is at most 30
-files, and 200 passages between rooms.
+files, and 200 passages between rooms. It was raised by 2 once: the backward of each replica passes a function that
+finds the replica's own parameters for `backward(inputs=...)`, which were silently left out before.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from processes import python
 
 pytestmark = pytest.mark.slow
 
-LIMITS = {"files": 32, "passages between rooms": 191}
+LIMITS = {"files": 32, "passages between rooms": 193}
 FOLDERS = [Path(__file__).parents[1], Path(torchstrategy.__file__).parents[1]]
 PROGRAM = """
 import json

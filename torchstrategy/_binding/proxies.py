@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from torchstrategy._binding.torch_hooks import Stepper, guards, others_are_told
 from torchstrategy._core.context import local_object
-from torchstrategy._core.torch_internals import raw_grad, set_raw_grad
+from torchstrategy._core.torch_internals import raw_grad, set_raw_grad, take_inputs_by
 
 _lock = threading.Lock()
 
@@ -257,8 +257,9 @@ def _of_class(thing: object, name: str) -> Any:
 class _ParameterProxy(Proxy, ShowsLocalGrad, _Attributes):
     """The user's own parameter, which shows, in a replica, the gradient and the attributes of that replica's parameter.
 
+    A gradient that is asked for by such a parameter, as `backward(inputs=...)` does, is that of the replica's, too.
     All else is the user's: operations on it use the user's own parameter, also in a replica. This is enough for a step
-    that clears, clips or logs the gradients of a list of parameters that was made outside of the step.
+    that clears, clips, logs or asks for the gradients of a list of parameters that was made outside of the step.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -291,6 +292,7 @@ _ONCE_A_STEP = frozenset({"step", "unscale_", "update"})
 _KINDS: dict[Any, type] = {nn.Module: _ModuleProxy, Optimizer: _OptimizerProxy, Stepper: _SharedStepperProxy}
 
 
+_has_told_autograd: list[bool] = []  # whether a backward asks which objects a replica has in the place of its inputs
 _under_way: dict[object, Sequence[object]] = {}  # the runs that are under way, and the objects that each has proxies of
 
 
@@ -302,6 +304,9 @@ def install(objects: Sequence[object], run: object) -> None:
     with _lock:
         _under_way[run] = objects
         guards.begin()
+        if not _has_told_autograd:
+            take_inputs_by(local_object)
+            _has_told_autograd.append(True)
         _exchange_classes(objects, _proxy_class)
 
 

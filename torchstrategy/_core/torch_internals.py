@@ -255,8 +255,24 @@ class _Around(threading.local):
 _around = _Around()
 
 
-def _run_backward(outputs: Any, grads: Any, keeps_graph: bool, makes_graph: bool, *args: Any, **kwargs: Any) -> Any:
-    plain = functools.partial(_run_engine, outputs, grads, keeps_graph, makes_graph, *args, **kwargs)
+class _Inputs:
+    """What `backward(inputs=...)` and `torch.autograd.grad` take for the tensors that a step names."""
+
+    of_replica: Callable[[Any], Any] | None = None
+
+
+def take_inputs_by(of_replica: Callable[[Any], Any]) -> None:
+    """From here on, a gradient that is asked for by a tensor is that of what `of_replica` returns for the tensor."""
+    _Inputs.of_replica = of_replica
+    _autograd._engine_run_backward = _run_backward
+
+
+def _run_backward(
+    outputs: Any, grads: Any, keeps_graph: bool, makes_graph: bool, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if inputs and _Inputs.of_replica is not None:
+        inputs = tuple(map(_Inputs.of_replica, inputs))
+    plain = functools.partial(_run_engine, outputs, grads, keeps_graph, makes_graph, inputs, *args, **kwargs)
     around = _around.backward
     if around is None or not kwargs.get("accumulate_grad"):
         return plain()

@@ -153,7 +153,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         centred = values - _along(point, input)
         brought = torch.stack([torch.full_like(point, count), point, centred.sum(dims), centred.square().sum(dims)])
         if not group.weight:
-            brought = torch.zeros_like(brought)
+            # Zeros, whatever is there, but with the graph of it: without, `backward(inputs=...)` would not come to the
+            # backward of this layer here, where the other replicas wait.
+            brought = brought.where(torch.zeros_like(brought, dtype=torch.bool), 0)
         gathered = group.all_gather([brought.unsqueeze(0)], axis=0, name="SyncBatchNorm")[0]
         total, reference, offset, variance = _combined(gathered)
         # The total is on the device, and to read it is to wait for the device. A replica with two values knows without
