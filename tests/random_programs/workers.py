@@ -37,6 +37,7 @@ _NOT_IN_WORKERS = (
     r"Peek\(what='gradients'",  # a gradient that a step assigns is that of the worker's own rows until the update
     "LookAtKept",  # a hook of a worker without rows has seen borrowed rows, and what it keeps stays in its worker
     "micro=2",  # each backward is an exchange, and a worker with a single row would make one less
+    "way='add'",  # nobody can tell a gradient that a step adds in place from clipping: the parameters differ later
     r"WriteGradients\(how='storage'",  # a gradient lies beside others, in the memory in which they were sent
 )
 

@@ -7,6 +7,8 @@ import ctypes
 import os
 import time
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +20,7 @@ from torchstrategy._communication.inherited import give_back, noting_sockets
 from torchstrategy._communication.lifelines import Lifelines
 from torchstrategy._communication.meeting import USUAL_LIMIT, Meeting, name_of
 from torchstrategy._communication.threads import MeetingOfThreads, are_threads
-from torchstrategy._communication.workers import WorkerError
+from torchstrategy._communication.workers import WorkerError, digest
 from torchstrategy._core.errors import described
 from torchstrategy._core.torch_internals import make_named_group, shared_store
 
@@ -45,6 +47,15 @@ def devices_of(config: str) -> set[str]:
     return {part.partition(":")[0] for part in config.split(",")}
 
 
+_met: Counter[tuple[int, ...]] = Counter()  # how many strategies these processes have had
+
+
+def next_name(ranks: Sequence[int]) -> str:
+    """A name for the next strategy of these processes, the same in all of them, and of no earlier one."""
+    _met[tuple(ranks)] += 1
+    return f"{digest(str(tuple(ranks)).encode()).hex()}/{_met[tuple(ranks)]}"
+
+
 def groups_of(
     ranks: list[int], name: str, group: dist.ProcessGroup | None, timeout: timedelta | None
 ) -> list[dist.ProcessGroup]:
@@ -61,9 +72,10 @@ def groups_of(
     if "cpu" not in devices_of(known):
         kind = f"cpu:gloo,{known}"  # as of init_process_group("nccl"): tables, scalars and generators are on the CPU
     kinds = [kind, kind, "gloo"]
-    if group is not None:
+    if group is not None and not are_threads():
         return [make_named_group(f"{name}/{index}", ranks, kind, timeout) for index, kind in enumerate(kinds)]
-    made = [dist.new_group(ranks, timeout, kind) for kind in kinds]
+    is_part = group is not None
+    made = [dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part) for kind in kinds]
     return [one for one in made if one is not None]
 
 

@@ -8,7 +8,6 @@ import time
 import traceback
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -45,7 +44,6 @@ _EARLY = 1  # sends gradients during backward, in an order that is not that of t
 _CONTROL = 2  # sends messages, from the memory of the CPU
 
 
-_met: Counter[tuple[int, ...]] = Counter()  # how many strategies these processes have had
 _used: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -94,9 +92,7 @@ class ProcessGroup(Workers):
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         super().__init__(len(ranks), ranks.index(dist.get_rank()))
-        key = tuple(ranks)
-        _met[key] += 1
-        name = f"{digest(str(key).encode()).hex()}/{_met[key]}"
+        name = joining.next_name(ranks)
         meeting = joining.meeting_of(name, self.index, self.count, timeout)
         self._names = meeting.meet()
         self._lines = meeting.lines
@@ -148,8 +144,13 @@ class ProcessGroup(Workers):
             self._bytes_of[what] = value, made
         return made
 
-    def have_compared(self) -> None:
-        self._compared = []
+    @property
+    def num_compared(self) -> int:
+        return len(self._compared)
+
+    def take_compared(self) -> list[tuple[str, object]]:
+        taken, self._compared = self._compared, []
+        return taken
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
         where = self._at(name)

@@ -91,12 +91,18 @@ class Workers:
     def place(self, name: str) -> int:
         """32 bits of where this worker is and of what has to be alike, for the exchange of this name.
 
-        Whoever sends them and finds them alike in all workers calls `have_compared`.
+        Whoever sends them and finds them alike in all workers calls `take_compared`.
         """
         return 0
 
-    def have_compared(self) -> None:
-        """Forgets what was to be compared."""
+    @property
+    def num_compared(self) -> int:
+        """How many values the next exchange compares."""
+        return 0
+
+    def take_compared(self) -> list[tuple[str, object]]:
+        """What the next exchange was to compare, which it does not any more."""
+        return []
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
         """The sums of the workers' tensors, tensor by tensor.

@@ -41,9 +41,13 @@ def take_from_first_worker(workers: Workers, roots: Sequence[nn.Module], variabl
                     f"Workers 0 and {w} have different models: worker 0 has {_shown(one)} where worker {w} has "
                     f"{_shown(other)}. Make the same modules and variables, in the same order, on all workers."
                 )
+    # Each worker has a part of its own of a tensor that is sharded.
+    whole = [(name, t) for name, t in tensors if not is_distributed_tensor(t)]
     with torch.no_grad():
-        # Each worker has a part of its own of a tensor that is sharded.
-        workers.broadcast([t for _, t in tensors if not is_distributed_tensor(t)], 0, point)
+        workers.broadcast([t for _, t in whole if t.layout is torch.strided], 0, point)
+    sparse = [(name, t) for name, t in whole if t.layout is not torch.strided]
+    if sparse:  # such as the adjacency matrix of a graph: it is data, which all workers have read
+        refuse_other_values(workers, *zip(*sparse, strict=True))
 
 
 def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
@@ -52,17 +56,32 @@ def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequenc
     Raises:
         RuntimeError: Naming the first tensor that differs.
     """
-    marks = [digest(bits(t).cpu().numpy().tobytes()) for t in tensors]
+    marks = [digest(b"".join(bits(part).cpu().numpy().tobytes() for part in _dense_parts(t))) for t in tensors]
     of_all = workers.all_gather_object(marks, "the values that a worker has written")
     for w, theirs in enumerate(of_all):
         for name, one, other in zip(names, of_all[0], theirs, strict=True):
             if one != other:
                 raise RuntimeError(
-                    f"{name} has other numbers in worker {w} than in worker 0. Some workers only have written it, or "
-                    "not alike: a checkpoint that one of them has loaded, or an optimizer.step() that one of them has "
-                    "left out. Do it in all workers; torchstrategy.testing.assert_workers_agree(strategy, model) finds "
-                    "where they part."
+                    f"{name} has other numbers in worker {w} than in worker 0. Only some workers have written it, or "
+                    "not alike: one of them has loaded a checkpoint, or left out an optimizer.step(). Or each has "
+                    "written numbers of its own rows, as an Embedding(max_norm=...) does, an update by hand of "
+                    "torch.autograd.grad, or a gradient that the step adds to .grad in place. Write the same in all "
+                    "workers: numbers of all rows come from loss.backward(), or from get_replica_context().all_reduce. "
+                    "torchstrategy.testing.assert_workers_agree(strategy, model) finds where they part."
                 )
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that make up a tensor: of a sparse one its indices and values."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
 def refuse_other_writes(workers: Workers, names: Sequence[str], num_writes: Sequence[int]) -> None:

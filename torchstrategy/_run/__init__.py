@@ -10,6 +10,7 @@ gradients, so that `.grad` is that of the whole batch, and the update is the sam
     trained_tensors     the parameters and buffers that all workers have alike
     parameter_values    whether the workers still have the same values of these
     gradient_plans      which gradients the workers send together, and in which order
+    gradient_parts      what happens to the gradient of one parameter on its way
     marks               the numbers by which workers see, without a message, whether they are alike
     assigned_gradients  gradients that a step puts into `.grad` itself
     settings            the settings of optimizers, which have to be alike

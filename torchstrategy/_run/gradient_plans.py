@@ -30,7 +30,7 @@ class Pack(NamedTuple):
     gradients: list[int]  # the positions of parameters
     averaged: list[int]  # the positions of buffers that become the mean of the workers'
     taken: list[int]  # the positions of buffers that become those of the first worker
-    sizes: list[int]  # how many numbers the gradients and averaged buffers have, and then the others
+    sizes: list[int]  # how many numbers the gradients have, and the averaged and the taken buffers
 
     @property
     def buffers(self) -> list[int]:
@@ -78,6 +78,11 @@ class GradientPlan:
         self.packs = _packs([i for i in dense if i not in set(large)], parameters, averaged, taken)
 
 
+def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient, which may be another one than its own: see `torch.Tensor.grad_dtype`."""
+    return parameter.grad_dtype or parameter.dtype
+
+
 def _packs(
     small: Sequence[int],
     parameters: Sequence[torch.Tensor],
@@ -87,25 +92,24 @@ def _packs(
     """The packs, of which the first one can hold the numbers of a `Mark`."""
     packs: dict[tuple[torch.dtype, torch.device], Pack] = {}
 
-    def pack_of(tensor: torch.Tensor) -> Pack:
-        kind = tensor.dtype, tensor.device
-        return packs.setdefault(kind, Pack(*kind, [], [], [], [0, 0]))
+    def pack_of(dtype: torch.dtype, device: torch.device) -> Pack:
+        return packs.setdefault((dtype, device), Pack(dtype, device, [], [], [], [0, 0, 0]))
 
     for i in small:
-        pack = pack_of(parameters[i])
+        pack = pack_of(dtype_of_gradient(parameters[i]), parameters[i].device)
         pack.gradients.append(i)
         pack.sizes[0] += parameters[i].numel()
     for i, buffer in averaged.items():
-        pack = pack_of(buffer)
+        pack = pack_of(buffer.dtype, buffer.device)
         pack.averaged.append(i)
-        pack.sizes[0] += buffer.numel()
-    for i, buffer in taken.items():
-        pack = pack_of(buffer)
-        pack.taken.append(i)
         pack.sizes[1] += buffer.numel()
+    for i, buffer in taken.items():
+        pack = pack_of(buffer.dtype, buffer.device)
+        pack.taken.append(i)
+        pack.sizes[2] += buffer.numel()
     first = next((pack for pack in packs.values() if _holds_marks(pack)), None)
     if first is None:
-        first = Pack(torch.float32, torch.device("cpu"), [], [], [], [0, 0])
+        first = Pack(torch.float32, torch.device("cpu"), [], [], [], [0, 0, 0])
     return [first, *(pack for pack in packs.values() if pack is not first)]
 
 

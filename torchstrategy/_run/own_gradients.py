@@ -10,6 +10,7 @@ it may do in plain PyTorch. See Note [How workers agree without a message].
 
 from __future__ import annotations
 
+import gc
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
+from torchstrategy._communication.native_dtypes import can_be_added
 from torchstrategy._communication.reductions import sum_of_sparse
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import undisturbed
@@ -33,6 +35,7 @@ from torchstrategy._core.torch_internals import (
 )
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._run.assigned_gradients import AssignedGradients
+from torchstrategy._run.gradient_parts import add, as_dense, as_sent, laid_out, weigh, with_gradients, without_graph
 from torchstrategy._run.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, Pack
 from torchstrategy._run.marks import Mark, MarkFormat, Verdict
 from torchstrategy._run.trained_tensors import BufferLayout, TrainedTensors
@@ -118,6 +121,8 @@ class OwnGradients:
             mentions: What else is compared.
         """
         self.weight = 0.0 if weights.is_understudy else weights.weights[0]
+        # Running statistics are averaged by rows, also where gradients are added up.
+        self._weight_of_buffers = 0.0 if weights.is_understudy else weights.fractions[0]
         self._total_weight = weights.total_weight
         self._counts = not weights.is_understudy
         self._leads = weights.lead_worker == self._workers.index
@@ -155,14 +160,15 @@ class OwnGradients:
         self._num_backwards += 1
         self._name = f"the gradients of backward {self._num_backwards} of {self._step}"
         parameters = self.tensors.parameters
-        self._old = _with_gradients(parameters)
+        self._old = with_gradients(parameters)
         if self._old:
             self.settle_assigned(self._name)
-            self._old = _with_gradients(parameters)
+            self._old = with_gradients(parameters)
         for parameter, _ in self._old:
             parameter.grad = None
         hooked = parameters if have_gradient_hooks(parameters) else []
-        self._hooks = [UserHooks(p) for p in hooked if have_gradient_hooks((p,))]
+        # Backward comes to the parameters of the last layer first, and so do their hooks.
+        self._hooks = [UserHooks(p) for p in reversed(hooked) if have_gradient_hooks((p,))]
         self._expected = self._next.get(self._last, self._last)
         # Of large gradients, by the positions of their parameters: the sums, those that wait for their turn to be sent,
         # and how often backward has added to them.
@@ -188,7 +194,7 @@ class OwnGradients:
             if self._expected is None or i in self._sums or i in self._waiting or parameter.grad is None:
                 return
             # It is taken out of `.grad`, so that backward does not add to what is being sent.
-            self._waiting[i], parameter.grad = _dense(parameter.grad.detach()), None
+            self._waiting[i], parameter.grad = as_dense(parameter.grad.detach()), None
             with self._sending:
                 self._send_waiting(self._expected)
 
@@ -203,15 +209,8 @@ class OwnGradients:
     def _send_large(self, i: int, gradient: torch.Tensor) -> None:
         with undisturbed():
             self._sums[i] = gradient = gradient.contiguous()
-            self._weigh(gradient)
+            weigh(gradient, self.weight)
             self._under_way.append(self._workers.begin_all_reduce(gradient.view(-1), self._name))
-
-    def _weigh(self, gradient: torch.Tensor) -> None:
-        """Multiplies a gradient by the weight of this replica. What does not count may be NaN, and 0 * NaN is NaN."""
-        if not self.weight:
-            gradient.zero_()
-        elif self.weight != 1.0:
-            gradient.mul_(self.weight)
 
     # The end of a backward
 
@@ -226,6 +225,7 @@ class OwnGradients:
         """The sums of the gradients of all workers. See Note [How workers agree without a message]."""
         plan, kinds, buffers = self._expected, self._kinds(own), self.tensors.layout_of_written()
         self._verdict: Verdict | None = None
+        self._num_compared = self._workers.num_compared
         self._mentions.compare()
         if plan is None:
             right = self._agree(kinds, buffers, name)
@@ -254,7 +254,7 @@ class OwnGradients:
         self._note_leaving(verdict.some_leave)
         if not verdict.all_are_there:
             return self._agree(kinds, buffers, name)
-        self._workers.have_compared()
+        self._workers.take_compared()
         return self._plan_of(kinds, buffers)
 
     def _kinds(self, own: list[Any]) -> bytes:
@@ -299,9 +299,22 @@ class OwnGradients:
             WorkerError: If they are at different places, or differ where they must not.
         """
         self._workers.compare("the buffers of the modules:", self.tensors.shown_buffers())
-        own = self._counts, list(kinds), buffers is not None, self._workers.is_asked_to_leave, self._mentions.number()
-        of_all = self._workers.all_gather_object(own, name)
-        *_, leave, mentioned = zip(*of_all, strict=True)
+        place = self._workers.place(name)
+        compared_before = self._workers.take_compared()[: self._num_compared]
+        leaves, number = self._workers.is_asked_to_leave, self._mentions.number()
+        of_all = self._workers.all_gather_object(
+            (self._counts, list(kinds), buffers is not None, leaves, number, place), name
+        )
+        *_, leave, mentioned, places = zip(*of_all, strict=True)
+        if len(set(places)) > 1:
+            # An optimizer that the program has dropped is compared for as long as it is alive. In some workers,
+            # Python's collector of cycles may have come to it, and in others not.
+            gc.collect()
+            for what, value in compared_before:
+                self._workers.compare(what, value)
+            self._mentions.compare()
+            self._workers.compare("the buffers of the modules:", self.tensors.shown_buffers())
+            self._workers.all_gather_object(None, name)
         self._verdict = Verdict(True, len(set(mentioned)) == 1, any(leave))
         self._note_leaving(any(leave))
         counting = [told for told in of_all if told[0]] or of_all
@@ -369,7 +382,7 @@ class OwnGradients:
         held, gradient = self._waiting.pop(i, None), own[i]
         if held is not None:
             return held
-        return torch.zeros_like(self.tensors.parameters[i]) if gradient is None else _dense(gradient)
+        return as_sent(gradient, self.tensors.parameters[i])
 
     def _send_pack(
         self, pack: Pack, own: list[torch.Tensor | None], buffers: dict[int, torch.Tensor], numbers: list[float]
@@ -381,20 +394,24 @@ class OwnGradients:
             like: list[Any] = [*gradients]
         else:
             pairs = zip(pack.gradients, gradients, strict=True)
-            like = [torch.zeros_like(parameters[i]) if g is None else _dense(g) for i, g in pairs]
+            like = [as_sent(gradient, parameters[i]) for i, gradient in pairs]
         like += [buffers[i] for i in pack.buffers]
-        num_weighed, num_all = pack.sizes[0], sum(pack.sizes)
         if numbers:
             like.append(torch.tensor(numbers, dtype=pack.dtype, device=pack.device))
         if not like:
             return _SentPack(pack, like, torch.empty(0))
         # Of a single tensor, `flattened` makes a view, and what the step has must not be written.
         flat = flattened(like) if len(like) > 1 else like[0].flatten().clone()
-        if num_weighed:
-            self._weigh(flat[:num_weighed])
-        if num_all > num_weighed and not self._leads:
-            flat[num_weighed:num_all].zero_()
-        self._under_way.append(self._workers.begin_all_reduce(flat, self._name))
+        num_gradients, num_averaged, num_taken = pack.sizes
+        if num_gradients:
+            weigh(flat[:num_gradients], self.weight)
+        if num_averaged:
+            weigh(flat[num_gradients:][:num_averaged], self._weight_of_buffers)
+        if num_taken and not self._leads:
+            flat[num_gradients + num_averaged :][:num_taken].zero_()
+        # Buffers that are taken from one worker may have any dtype: the bytes of the others are zeros.
+        sent = flat if can_be_added(flat.dtype) else flat.view(torch.uint8)
+        self._under_way.append(self._workers.begin_all_reduce(sent, self._name))
         return _SentPack(pack, like, flat)
 
     def _sparse_sum(self, i: int, own: torch.Tensor | None) -> torch.Tensor:
@@ -407,16 +424,20 @@ class OwnGradients:
         parameters = self.tensors.parameters
         totals = list(map(sums.get, range(len(parameters))))
         if not all(are_contiguous(parameters)):
-            totals = [None if t is None else _laid_out(t, p) for t, p in zip(totals, parameters, strict=True)]
+            totals = list(map(laid_out, totals, parameters))
         set_raw_grads(parameters, totals)
-        for hooks in self._hooks:
-            hooks.call_on_gradient()
+        for hooks in self._hooks:  # from here on, a hook may remove itself and others
+            hooks.give_back()
+        try:
+            for hooks in self._hooks:
+                hooks.call_on_gradient()
+        except BaseException:
+            self._restore_gradients()
+            raise
         for parameter, old in self._old:
-            parameter.grad = _added(old, parameter.grad)
+            parameter.grad = add(old, parameter.grad)
         self._assigned.note_all()
         self._old, self._sums = [], {}
-        for hooks in self._hooks:
-            hooks.give_back()
         for hooks in self._hooks:
             hooks.call_on_accumulated()
 
@@ -429,6 +450,7 @@ class OwnGradients:
             own: list[torch.Tensor | None] = [None] * len(self.tensors.parameters)
             self._sums, self._waiting, self._under_way, self._are_plain = {}, {}, [], False
             self._name = "the buffers that the step has written"
+            self._num_compared = self._workers.num_compared
             plan = self._agree(bytes(len(own)), buffers, self._name)
             _, values = self._exchanged(plan, own, None)
             self.tensors.write_buffers(values)
@@ -446,6 +468,10 @@ class OwnGradients:
             with undisturbed():
                 self._assigned.add_up(found, self.weight, self._total_weight, point)
 
+    def has_others(self, indices: Sequence[int]) -> bool:
+        """Whether parameters at these positions have gradients that no backward of a run has made."""
+        return bool(self._assigned.find(indices))
+
     def _refuse_graphs(self) -> None:
         """Lets a backward that comes to a gradient of the whole batch raise an error."""
         with torch.enable_grad():
@@ -453,17 +479,21 @@ class OwnGradients:
                 if gradient is None:
                     continue
                 gate = torch.ones((), requires_grad=True)
-                self.tensors.parameters[i].grad = _without_graph(gradient, gate)
+                self.tensors.parameters[i].grad = without_graph(gradient, gate)
         self._assigned.note_all()
 
     def _undo(self) -> None:
         """A backward has raised: gradients and hooks are as before it."""
         for hooks in self._hooks:
             hooks.give_back()
+        self._restore_gradients()
+
+    def _restore_gradients(self) -> None:
         for parameter in self.tensors.parameters:
             parameter.grad = None
         for parameter, gradient in self._old:
             parameter.grad = gradient
+        self._assigned.note_all()
 
 
 class _SentPack(NamedTuple):
@@ -472,48 +502,3 @@ class _SentPack(NamedTuple):
     pack: Pack
     like: list[torch.Tensor]  # tensors in the shapes of its parts
     flat: torch.Tensor  # the memory for the sums
-
-
-def _with_gradients(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The parameters that have a gradient, each with it."""
-    pairs = zip(parameters, raw_grads(parameters), strict=True)
-    return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _laid_out(total: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient in the memory layout of its parameter, which fused updates ask for."""
-    if total.is_sparse or parameter.is_contiguous():
-        return total
-    return torch.empty_like(parameter).copy_(total)
-
-
-def _added(old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-    """The sum of a gradient from before a backward and that of the backward, in the memory in which autograd adds."""
-    if new is None:
-        return old
-    if old.is_sparse or new.is_sparse or old.requires_grad:
-        return new + old if old.is_sparse else old + new
-    return old.add_(new)
-
-
-class _WithoutGraph(torch.autograd.Function):
-    """The gradient of the whole batch, of which no gradient can be taken: its graph has parts in other workers."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return gradient.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            "A loss was made of parameter.grad after backward(create_graph=True), and differentiated. This .grad is "
-            "the sum over all workers, and a worker has no graph of the others. Take the gradient of this worker's own "
-            "rows, torch.autograd.grad(loss, parameters, create_graph=True), and make the loss of it."
-        )
-
-
-_without_graph: Callable[..., torch.Tensor] = _WithoutGraph.apply

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,6 +83,9 @@ class OwnObjects(Storage):
         self._peers = RowPeers(self._workers, [self._workers.index])
         self._wrapped = WrappedModels(self._workers)
         self._thread: int | None = None  # that of the run under way
+        self._num_runs = 0
+        # Optimizers of parameters that no module of the scope has, each with the run in which it first took a step.
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._follows_first = False  # whether the generators of the workers were found to differ in this run
         self._metrics: list[Metric] = []
         # The blocks of updates under way whose random numbers are the same in all workers.
@@ -119,6 +123,7 @@ class OwnObjects(Storage):
             values: The distributed values among the arguments of the run.
             given: The arguments that the step gets in this worker.
         """
+        self._num_runs += 1
         self._reads = reads_among(values)
         self._begin(weights, step)
         self._peers.refuse_other_rows(values, given)
@@ -160,6 +165,7 @@ class OwnObjects(Storage):
         else:
             self.gradients.tensors.begin_run()
         self.gradients.begin_run(weights, step, self)
+        self._values.begin_run()
         for metric in self._metrics:
             metric.hand_out(weights)
 
@@ -170,6 +176,11 @@ class OwnObjects(Storage):
             self.random.follow_first()
         self.gradients.settle_assigned("the end of strategy.run")
         self.gradients.send_buffers()
+        if not self.gradients.has_exchanged and self._values.were_written():
+            # Where a step makes updates without a backward, no gradient would ever take the marks along.
+            of_all = self._workers.all_gather_object(self._values.mark(), "the parameters that the step has written")
+            if len(set(of_all)) > 1:
+                self._values.refuse_others()
         if self._workers.watches_leaving and not self.gradients.has_exchanged:
             asked = self._workers.all_gather_object(self._workers.is_asked_to_leave, "the end of strategy.run")
             self._workers.all_leave = any(asked)
@@ -205,6 +216,8 @@ class OwnObjects(Storage):
             self._take_tensors()
             if self.gradients.tensors.sharded.names() != known:
                 raise RuntimeError(_SHARDED_IN_STEP)
+            # The step may have made parameters, whose values each worker has drawn for itself.
+            self._values.refuse_other_parameters()
         if not self.gradients.tensors.sharded:
             return self.gradients.run_backward(backward, makes_graph)
         with self.gradients.tensors.sharded.weighing(self.gradients.weight, self._workers.count):
@@ -244,15 +257,20 @@ class OwnObjects(Storage):
     def before_any_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer in the process takes a step, on its thread."""
         if self._thread is None:
+            self._warn_of_step(optimizer)
             return
         parameters = parameters_of(optimizer)
         positions = list(map(self.gradients.tensors.index.get, map(id, parameters)))
         ours = [i for i in positions if i is not None]
         others = [p for p, position in zip(parameters, positions, strict=True) if position is None]
         strange = [p for p in others if not self.gradients.tensors.is_sharded(p)]
-        if len(strange) == len(parameters) and id(optimizer) not in self._optimizers:
-            return
         name = type(optimizer).__name__
+        if len(strange) == len(parameters) and id(optimizer) not in self._optimizers:
+            # A step may make an optimizer for a copy of the model. One that has taken a step in an earlier run trains
+            # something that every worker has, and that each would train with its own rows.
+            is_new = self._strangers.setdefault(optimizer, self._num_runs) == self._num_runs
+            if is_new or self._thread != threading.get_ident():
+                return
         if self._thread != threading.get_ident():
             raise RuntimeError(_ON_OTHER_THREAD.format(name, threading.current_thread().name))
         for parameter in strange:
@@ -264,6 +282,13 @@ class OwnObjects(Storage):
         if _may_draw(optimizer):
             self._updating.append(self.random.for_all_workers())
             self._updating[-1].__enter__()
+
+    def _warn_of_step(self, optimizer: Optimizer) -> None:
+        """Warns of an update between runs by gradients that no run has made, as where the step is called by itself."""
+        index = self.gradients.tensors.index
+        ours = [i for p in parameters_of(optimizer) if (i := index.get(id(p))) is not None]
+        if ours and self.gradients.has_others(ours):
+            warnings.warn(_BETWEEN_RUNS.format(type(optimizer).__name__), UserWarning, stacklevel=2)
 
     def after_any_step(self, optimizer: Optimizer) -> None:
         """Called after any optimizer in the process has taken a step, on its thread."""
@@ -362,6 +387,11 @@ _OUTSIDE = (
     "{}.step() was called in a replica, and it updates a parameter of shape {} that no module of strategy.scope() has: "
     "its gradient is that of this worker's rows, so each worker would make another update. Make its module in the "
     "scope, or give it to strategy.distribute_module(model)."
+)
+
+_BETWEEN_RUNS = (
+    "{}.step() was called outside of strategy.run, with gradients that no run has made. If each worker has made "
+    "them of its own rows, the workers will have different models: call the step by strategy.run(step, args=(batch,))."
 )
 
 _SHARDED_IN_STEP = (

@@ -34,10 +34,19 @@ class ValuesOfParameters:
         self._sharded = tensors.sharded.parameters()
         self._note_versions()
         self._next = (0, 0)  # the tensor, and the element, with which the next slice begins
+        self.begin_run()
 
     def _note_versions(self) -> None:
         self._agreed = versions(self._tensors.parameters)
         self._agreed_of_sharded = versions(self._sharded)
+
+    def begin_run(self) -> None:
+        """From here on, writes are those of the step."""
+        self._begun = versions(self._tensors.parameters)
+
+    def were_written(self) -> bool:
+        """Whether the step has written parameters."""
+        return versions(self._tensors.parameters) != self._begun
 
     def mark(self) -> int:
         """A number that differs where the workers have written parameters otherwise."""
@@ -78,6 +87,14 @@ class ValuesOfParameters:
             refuse_other_writes(self._workers, tensors.sharded.names(), self._writes_on_sharded())
         self._note_versions()
         tensors.num_writes_between_runs = 0
+
+    def refuse_other_parameters(self) -> None:
+        """Compares all parameters, and no buffers: these the step may have written.
+
+        Raises:
+            RuntimeError: Naming a parameter that has other values in another worker.
+        """
+        refuse_other_values(self._workers, self._tensors.names(), self._tensors.parameters)
 
 
 _KNOWN_TO_NUMPY = (torch.float16, torch.float32, torch.float64)

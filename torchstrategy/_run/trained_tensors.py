@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.changes import UncountedWrites, write_value
-from torchstrategy._core.torch_internals import dtypes, is_distributed_tensor, requires_grad_of, shapes, versions
+from torchstrategy._core.torch_internals import dtypes, is_distributed_tensor, requires_grad_of, shapes, sizes, versions
 from torchstrategy._replication.copyable import is_running, writes_unseen
 from torchstrategy._run.sharded_models import ShardedModels
 
@@ -43,12 +43,15 @@ class TrainedTensors:
         self._tables = [module._parameters for module in modules if not self.sharded.has_places(module)]
         self._partly_sharded = [module for module in modules if self.sharded.has_places(module)]
         self._tables_of_buffers = [module._buffers for module in modules]
+        self._tables_of_children = [module._modules for module in modules]
+        self._children = self._list_children()
         self._variables = list(variables)
         self._averages = averages_buffers
         self.num_writes_between_runs = 0  # before so many runs this process has written buffers
         self.listed = self._list()
         known = {id(p): p for p in self.listed if p is not None and not is_distributed_tensor(p)}
         self.parameters = list(known.values())
+        self._forms = self._list_forms()
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._sharded_ids: set[int] = set()
         self._known_flags: list[bool] = []
@@ -57,9 +60,12 @@ class TrainedTensors:
         self._take_buffers()
 
     def is_same(self) -> bool:
-        """Whether the modules still have the same parameters."""
-        now = self._list()
-        return len(now) == len(self.listed) and all(map(is_, now, self.listed))
+        """Whether the modules still have the same parameters, of the same shapes, and hold the same modules."""
+        return (
+            _are_same(self._list(), self.listed)
+            and _are_same(self._list_children(), self._children)
+            and self._list_forms() == self._forms
+        )
 
     def is_sharded(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is one of the sharded ones of the modules."""
@@ -76,6 +82,13 @@ class TrainedTensors:
             has_place = self.sharded.has_place
             listed += [p for name, p in module._parameters.items() if not has_place(module, name)]
         return listed
+
+    def _list_children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables_of_children)))
+
+    def _list_forms(self) -> tuple[list[int], list[torch.dtype]]:
+        """What differs where a parameter was resized, or got another dtype, by its `data`."""
+        return sizes(self.parameters), dtypes(self.parameters)
 
     def names(self) -> list[str]:
         """The names of the parameters, for messages."""
@@ -112,7 +125,22 @@ class TrainedTensors:
 
         Statistics on an accelerator that change unseen count as written. To compare them, the host would wait for it.
         """
-        return self.layout() if self._has_written() or any(map(writes_unseen, self._unread)) else None
+        has_written = self._has_written()
+        if has_written:
+            self._refuse_written_sparse()
+        return self.layout() if has_written or any(map(writes_unseen, self._unread)) else None
+
+    def _refuse_written_sparse(self) -> None:
+        """Refuses a write of the step on a sparse buffer, which cannot be sent beside others: it has no fixed size."""
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                is_sparse = buffer is not None and buffer.layout is not torch.strided
+                if is_sparse and not self._is_as_before(buffer):
+                    raise RuntimeError(_SPARSE.format(f"{type(module).__name__}.{name}"))
+
+    def _is_as_before(self, buffer: torch.Tensor | None) -> bool:
+        """Whether a sparse buffer was there when the workers last agreed about buffers, and was not written since."""
+        return buffer is None or self._versions_of_sparse.get(id(buffer)) == versions([buffer])
 
     def layout(self) -> BufferLayout:
         """Which buffers there are."""
@@ -132,13 +160,16 @@ class TrainedTensors:
     def _look_at_buffers(self) -> None:
         self._slots = [(module, name) for module in self._modules for name in module._buffers]
         self._names = [(i, name) for i, module in enumerate(self._modules) for name in module._buffers]
-        self.buffers = [module._buffers[name] for module, name in self._slots]
+        self._held = [module._buffers[name] for module, name in self._slots]
+        self.buffers = [b if b is not None and b.layout is torch.strided else None for b in self._held]
         there = zip(self._slots, self.buffers, strict=True)
         self._unread = {module for (module, _), buffer in there if buffer is not None and not buffer.is_cpu}
 
     def _take_values(self) -> None:
         there = self._present_buffers()
         self._versions = versions(there)
+        sparse = [b for b in self._held if b is not None and b.layout is not torch.strided]
+        self._versions_of_sparse = {id(buffer): versions([buffer]) for buffer in sparse}
         # torch's kernels write running statistics and do not count it.
         self._uncounted = UncountedWrites(
             {i: buffer for i, buffer in enumerate(there) if buffer.is_floating_point()}, is_exact=True
@@ -181,13 +212,15 @@ class TrainedTensors:
 
     def _were_replaced(self) -> bool:
         slots = [(module, name) for module in self._modules for name in module._buffers]
-        return slots != self._slots or not all(map(is_, [m._buffers[name] for m, name in slots], self.buffers))
+        return slots != self._slots or not _are_same([m._buffers[name] for m, name in slots], self._held)
 
     def _note_writes(self) -> bool:
         """Whether buffers were written since the last call."""
+        sparse = [buffer for buffer in self._held if id(buffer) in self._versions_of_sparse]
+        has_sparse_writes = not all(map(self._is_as_before, sparse))
         before, self._versions = self._versions, versions(self._present_buffers())
         changed, unsure = self._uncounted.take(set())
-        return bool(changed or unsure) or self._versions != before
+        return bool(changed or unsure) or has_sparse_writes or self._versions != before
 
     def averaged(self) -> dict[int, torch.Tensor]:
         """By position, the running statistics, which become the mean of the workers'."""
@@ -209,6 +242,17 @@ class TrainedTensors:
             write_value(buffer, value, is_counted=not is_running(*self._slots[i]))
         self._take_values()
         self._known = _copies_of(values)
+
+
+def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+_SPARSE = (
+    "{} is a sparse buffer, and the step has written it. Workers send the buffers that a step has written, and a "
+    "sparse one may have another size in each worker. Write it between runs, alike in all workers, or keep it dense."
+)
 
 
 class _Copies(NamedTuple):

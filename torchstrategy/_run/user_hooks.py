@@ -5,6 +5,7 @@ torch would call them during backward, with the gradient of this worker's rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
@@ -35,13 +36,35 @@ class UserHooks:
 
     def call_on_gradient(self) -> None:
         """Calls what `register_hook` has registered, which may return another gradient."""
-        for hook in self._taken[0].values():
+        for hook in self._registered(0):
             if self._parameter.grad is not None:
+                if _is_of_several(hook):
+                    raise RuntimeError(_MULTIPLE)
                 changed = hook(self._parameter.grad)
                 self._parameter.grad = self._parameter.grad if changed is None else changed
 
     def call_on_accumulated(self) -> None:
         """Calls what `register_post_accumulate_grad_hook` has registered."""
-        for hook in self._taken[1].values():
+        for hook in self._registered(1):
             if self._parameter.grad is not None:
                 hook(self._parameter)
+
+    def _registered(self, kind: int) -> Iterator[Any]:
+        """The hooks that were there when backward began, but for those that a hook has removed meanwhile."""
+        table = self._tables[kind]
+        for key, hook in self._taken[kind].items():
+            if table is not None and key in table:
+                yield hook
+
+
+def _is_of_several(hook: Any) -> bool:
+    """Whether a hook is one of torch's own, by which `register_multi_grad_hook` looks at several tensors."""
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_filename == torch.autograd.graph.__file__
+
+
+_MULTIPLE = (
+    "register_multi_grad_hook was given a parameter: torch calls its function during backward, when there are only "
+    "gradients of this worker's rows. Register a hook on each parameter, which sees the gradient of the whole batch: "
+    "parameter.register_post_accumulate_grad_hook(function)."
+)
