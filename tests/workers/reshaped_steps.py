@@ -12,21 +12,8 @@ from torch import nn
 from torch.optim import SGD
 
 import torchstrategy
-from workers.exact_steps import Program, Run, come_to, large_from, squared
-from workers.trainings import Net, batches, cross_entropy, strategy_of
-
-
-def sgd(model: nn.Module) -> SGD:
-    return SGD(model.parameters(), lr=0.1)
-
-
-def ordinary(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], None]:
-    def step(batch: Any) -> None:
-        optimizer.zero_grad()
-        cross_entropy(model, *batch).backward()
-        optimizer.step()
-
-    return step
+from workers.exact_steps import Program, Run, come_to, large_from, sgd, squared
+from workers.trainings import Net, batches, cross_entropy, ordinary, strategy_of
 
 
 def changed_after_two_runs(change: Callable[[Net], None]) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from workers.trainings import batches, cross_entropy, strategy_of
+from workers.trainings import batches, cross_entropy, ordinary, strategy_of
 
 Step = Callable[[Any], Any]
 
@@ -121,17 +121,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def ordinary(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(batch: Any) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = cross_entropy(model, *batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
 
 
 def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:

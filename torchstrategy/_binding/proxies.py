@@ -292,7 +292,6 @@ _ONCE_A_STEP = frozenset({"step", "unscale_", "update"})
 _KINDS: dict[Any, type] = {nn.Module: _ModuleProxy, Optimizer: _OptimizerProxy, Stepper: _SharedStepperProxy}
 
 
-_has_told_autograd: list[bool] = []  # whether a backward asks which objects a replica has in the place of its inputs
 _under_way: dict[object, Sequence[object]] = {}  # the runs that are under way, and the objects that each has proxies of
 
 
@@ -304,10 +303,14 @@ def install(objects: Sequence[object], run: object) -> None:
     with _lock:
         _under_way[run] = objects
         guards.begin()
-        if not _has_told_autograd:
-            take_inputs_by(local_object)
-            _has_told_autograd.append(True)
+        _tell_autograd()
         _exchange_classes(objects, _proxy_class)
+
+
+@functools.cache  # once in a process
+def _tell_autograd() -> None:
+    """From here on, a backward that is asked for the gradient of a proxy makes that of the replica's parameter."""
+    take_inputs_by(local_object)
 
 
 def uninstall(objects: Sequence[object], run: object) -> None:

@@ -256,15 +256,16 @@ class OwnObjects(Storage):
 
     def before_any_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer in the process takes a step, on its thread."""
-        if self._thread is None:
-            self._warn_of_step(optimizer)
-            return
-        parameters = parameters_of(optimizer)
+        name, parameters = type(optimizer).__name__, parameters_of(optimizer)
         positions = list(map(self.gradients.tensors.index.get, map(id, parameters)))
         ours = [i for i in positions if i is not None]
+        if self._thread is None:
+            # No run has made these gradients, as where the step is called by itself.
+            if ours and self.gradients.has_others(ours):
+                warnings.warn(_BETWEEN_RUNS.format(name), UserWarning, stacklevel=2)
+            return
         others = [p for p, position in zip(parameters, positions, strict=True) if position is None]
         strange = [p for p in others if not self.gradients.tensors.is_sharded(p)]
-        name = type(optimizer).__name__
         if len(strange) == len(parameters) and id(optimizer) not in self._optimizers:
             # A step may make an optimizer for a copy of the model. One that has taken a step in an earlier run trains
             # something that every worker has, and that each would train with its own rows.
@@ -282,13 +283,6 @@ class OwnObjects(Storage):
         if _may_draw(optimizer):
             self._updating.append(self.random.for_all_workers())
             self._updating[-1].__enter__()
-
-    def _warn_of_step(self, optimizer: Optimizer) -> None:
-        """Warns of an update between runs by gradients that no run has made, as where the step is called by itself."""
-        index = self.gradients.tensors.index
-        ours = [i for p in parameters_of(optimizer) if (i := index.get(id(p))) is not None]
-        if ours and self.gradients.has_others(ours):
-            warnings.warn(_BETWEEN_RUNS.format(type(optimizer).__name__), UserWarning, stacklevel=2)
 
     def after_any_step(self, optimizer: Optimizer) -> None:
         """Called after any optimizer in the process has taken a step, on its thread."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import is_
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeGuard, final
 
 import torch
 from torch import nn
 
-from torchstrategy._binding.changes import UncountedWrites, write_value
+from torchstrategy._binding.changes import UncountedWrites, are_same, write_value
 from torchstrategy._core.torch_internals import dtypes, is_distributed_tensor, requires_grad_of, shapes, sizes, versions
 from torchstrategy._replication.copyable import is_running, writes_unseen
 from torchstrategy._run.sharded_models import ShardedModels
@@ -62,8 +61,8 @@ class TrainedTensors:
     def is_same(self) -> bool:
         """Whether the modules still have the same parameters, of the same shapes, and hold the same modules."""
         return (
-            _are_same(self._list(), self.listed)
-            and _are_same(self._list_children(), self._children)
+            are_same(self._list(), self.listed)
+            and are_same(self._list_children(), self._children)
             and self._list_forms() == self._forms
         )
 
@@ -134,13 +133,12 @@ class TrainedTensors:
         """Refuses a write of the step on a sparse buffer, which cannot be sent beside others: it has no fixed size."""
         for module in self._modules:
             for name, buffer in module._buffers.items():
-                is_sparse = buffer is not None and buffer.layout is not torch.strided
-                if is_sparse and not self._is_as_before(buffer):
+                if _is_sparse(buffer) and not self._is_as_before(buffer):
                     raise RuntimeError(_SPARSE.format(f"{type(module).__name__}.{name}"))
 
-    def _is_as_before(self, buffer: torch.Tensor | None) -> bool:
+    def _is_as_before(self, buffer: torch.Tensor) -> bool:
         """Whether a sparse buffer was there when the workers last agreed about buffers, and was not written since."""
-        return buffer is None or self._versions_of_sparse.get(id(buffer)) == versions([buffer])
+        return self._versions_of_sparse.get(id(buffer)) == versions([buffer])
 
     def layout(self) -> BufferLayout:
         """Which buffers there are."""
@@ -161,15 +159,14 @@ class TrainedTensors:
         self._slots = [(module, name) for module in self._modules for name in module._buffers]
         self._names = [(i, name) for i, module in enumerate(self._modules) for name in module._buffers]
         self._held = [module._buffers[name] for module, name in self._slots]
-        self.buffers = [b if b is not None and b.layout is torch.strided else None for b in self._held]
+        self.buffers = [None if _is_sparse(buffer) else buffer for buffer in self._held]
         there = zip(self._slots, self.buffers, strict=True)
         self._unread = {module for (module, _), buffer in there if buffer is not None and not buffer.is_cpu}
 
     def _take_values(self) -> None:
         there = self._present_buffers()
         self._versions = versions(there)
-        sparse = [b for b in self._held if b is not None and b.layout is not torch.strided]
-        self._versions_of_sparse = {id(buffer): versions([buffer]) for buffer in sparse}
+        self._versions_of_sparse = {id(buffer): versions([buffer]) for buffer in self._held if _is_sparse(buffer)}
         # torch's kernels write running statistics and do not count it.
         self._uncounted = UncountedWrites(
             {i: buffer for i, buffer in enumerate(there) if buffer.is_floating_point()}, is_exact=True
@@ -212,12 +209,11 @@ class TrainedTensors:
 
     def _were_replaced(self) -> bool:
         slots = [(module, name) for module in self._modules for name in module._buffers]
-        return slots != self._slots or not _are_same([m._buffers[name] for m, name in slots], self._held)
+        return slots != self._slots or not are_same([m._buffers[name] for m, name in slots], self._held)
 
     def _note_writes(self) -> bool:
         """Whether buffers were written since the last call."""
-        sparse = [buffer for buffer in self._held if id(buffer) in self._versions_of_sparse]
-        has_sparse_writes = not all(map(self._is_as_before, sparse))
+        has_sparse_writes = not all(map(self._is_as_before, filter(_is_sparse, self._held)))
         before, self._versions = self._versions, versions(self._present_buffers())
         changed, unsure = self._uncounted.take(set())
         return bool(changed or unsure) or has_sparse_writes or self._versions != before
@@ -244,9 +240,8 @@ class TrainedTensors:
         self._known = _copies_of(values)
 
 
-def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(now) == len(before) and all(map(is_, now, before))
+def _is_sparse(buffer: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return buffer is not None and buffer.layout is not torch.strided
 
 
 _SPARSE = (
