@@ -48,7 +48,8 @@ def same_current_device() -> Iterator[None]:
 def no_tensors_of_other_tests(request: pytest.FixtureRequest) -> None:
     """Predicted figures count the memory in use, of which an earlier test may have left some in a cycle of objects.
 
-    Gradients with a graph are such a cycle, as torch itself warns: those of test_offload have 0.1 GiB.
+    Python's collector sees no cycle through C++, such as a gradient with a graph makes: a test that makes such
+    gradients of large parameters has to clear them.
     """
     if "virtual" in request.module.__name__ or "predicted" in request.module.__name__:
         gc.collect()
