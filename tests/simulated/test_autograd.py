@@ -159,6 +159,23 @@ def test_a_saved_tensor_that_a_loop_over_lists_has_written_since_is_noticed(writ
         z.sum().backward()
 
 
+@pytest.mark.parametrize(
+    "write",
+    [torch._foreach_zero_, lambda tensors: torch._foreach_lerp_(tensors, [torch.ones_like(t) for t in tensors], 0.5)],
+    ids=["zero", "lerp"],
+)
+def test_a_write_that_the_kernels_of_gpus_do_not_count_is_counted(write: Any) -> None:
+    """On an H100, a moving average that a step wrote was seen by nobody: `AveragedModel` writes by `_foreach_lerp_`."""
+    operator = torch.ops.aten._foreach_zero_.default
+    uncounted, counted = ([torch.ones(3, device=ONE) for _ in range(2)] for _ in range(2))
+    operator(uncounted)
+    assert [tensor._version for tensor in uncounted] == [0, 0]  # as on a GPU
+    write(counted)
+    assert [tensor._version for tensor in counted] == [1, 1]
+    with torch.inference_mode():
+        write([torch.ones(3, device=ONE)])  # which has no version
+
+
 # What is raised on the way
 
 

@@ -62,6 +62,27 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 
+
+def _counting(write: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(write)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        tensors = args[0] if args else kwargs.get("self") or ()
+        counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        before = counted[0]._version if counted else 0
+        result = write(*args, **kwargs)
+        if counted and counted[0]._version == before:
+            torch.autograd.graph.increment_version(counted)
+        return result
+
+    return counting
+
+
+# torch's kernels for CUDA of these two operators on lists do not count what they write in the versions of the tensors,
+# as their kernels for the CPU do. `AveragedModel` writes by the one, and `zero_grad(set_to_none=False)` of an optimizer
+# with `foreach=True` by the other; a run would see neither.
+for _name in ("_foreach_lerp_", "_foreach_zero_"):
+    setattr(torch, _name, _counting(getattr(torch, _name)))
+
 # Whether this build of torch has NCCL; `torch.cuda.nccl.is_available` checks the same, and also warns.
 HAS_NCCL = hasattr(torch._C, "_nccl_all_reduce")
 

@@ -345,12 +345,18 @@ def _as_the_devices(result: Any, device: int, operator: _Operator) -> Any:
     return result
 
 
+# Their kernels for CUDA write without counting it in the versions of the tensors, seen with torch 2.11 on an H100.
+_UNCOUNTED = ("aten._foreach_lerp_.Scalar", "aten._foreach_lerp_.ScalarList", "aten._foreach_zero_.default")
+
+
 def run_each_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The kernel of operators on lists (`_foreach_add_`), whose lists may hold tensors of several devices."""
     operator = _operator(op)
     lists = [v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])]
     on_one_device = len({tensor.device for tensors in lists for tensor in tensors}) <= 1
     results = run_on_cpu(op, *args, **kwargs) if on_one_device else _one_by_one(op, len(lists[0]), args, kwargs)
+    if str(op) in _UNCOUNTED:
+        return results
     # Nobody else counts these writes on the device's tensors: torch leaves it to the kernels of operators on lists, and
     # the CPU's kernel has counted them on its own tensors.
     targets = [tensor for position in operator.written for tensor in operator.argument(position, args, kwargs)]
