@@ -124,3 +124,19 @@ def test_a_training_that_loads_ahead_enters_no_stream_object(
     for batch in strategy.experimental_distribute_dataset([torch.randn(8, 300) for _ in range(4)], options):
         strategy.run(step, args=(batch,))
     assert not entered and where() == before
+
+
+def test_a_replicas_thread_makes_its_device_current_also_where_it_is_device_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread had no CUDA context, since device 0 is current on it anyway, and torch warned of that on an H100."""
+    used: set[tuple[threading.Thread, int]] = set()
+    module = torch.get_device_module("sim")
+    plain = module.set_device
+
+    def set_device(device: Any) -> None:
+        used.add((threading.current_thread(), torch.device(device).index))
+        plain(device)
+
+    monkeypatch.setattr(module, "set_device", set_device)
+    strategy = torchstrategy.MirroredStrategy(SIM[:2])
+    threads = strategy.run(threading.current_thread)
+    assert used >= set(zip(strategy.experimental_local_results(threads), (0, 1), strict=True))

@@ -22,7 +22,7 @@ import torch
 
 from torchstrategy._core import torch_internals
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.streams import Streams, current_streams, make_current
+from torchstrategy._core.streams import Streams, begin_using, current_streams, make_current
 from torchstrategy._core.trace import warn_of_unseen_threads
 from torchstrategy._core.types import Device, ReplicaContextLike, StrategyLike, Tree
 
@@ -293,7 +293,7 @@ class CallerState:
     def _run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
         try:
             if device in self.streams:
-                torch.accelerator.set_device_index(device)
+                begin_using(device)
             if self.streams:
                 make_current(self.streams.values())
             torch.autocast_increment_nesting()

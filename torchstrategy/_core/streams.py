@@ -24,6 +24,16 @@ def current_streams(devices: Iterable[Device]) -> dict[Device, torch.Stream]:
     return {device: torch.accelerator.current_stream(device) for device in accelerators}
 
 
+def begin_using(device: Device) -> None:
+    """Makes an accelerator the current one of this thread, which may have used none before.
+
+    `torch.accelerator.set_device_index` does nothing on a new thread if it is given device 0, which is the current one.
+    Then the thread has no CUDA context, and torch warns of that at the thread's first product of matrices.
+    """
+    set_device = getattr(torch.get_device_module(device), "set_device", torch.accelerator.set_device_index)
+    set_device(device)
+
+
 def make_current(streams: Iterable[torch.Stream]) -> None:
     """Makes streams the current ones of their devices on this thread. Its current device stays."""
     index = torch.accelerator.current_device_index()
