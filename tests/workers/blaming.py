@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -51,6 +52,27 @@ def of_stopped(culprit: int) -> Any:
     if rank() == culprit:
         os.kill(os.getpid(), signal.SIGSTOP)
     return run_until_lost(strategy)
+
+
+def of_stopped_between(culprit: int) -> Any:
+    """A worker is stopped, and the others wait for it at different places: where one of them has heard from it last."""
+    strategy = strategy_of(5)
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+    run = functools.partial(strategy.run, lambda: model(torch.ones(1, 2)).sum().backward())
+    run()
+    run()
+    if rank() == culprit:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dataset = strategy.experimental_distribute_dataset(DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=3))
+    try:
+        if rank() == 0:
+            next(iter(dataset))
+        else:
+            run()
+    except torchstrategy.WorkerError as error:
+        return str(error)
+    return "nothing"
 
 
 def of_forked_child(how: str) -> Any:

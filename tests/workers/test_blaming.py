@@ -57,6 +57,14 @@ def test_a_worker_that_was_stopped_is_said_not_to_answer(count: int, culprit: in
 
 
 @takes_long
+def test_a_worker_that_was_stopped_is_named_also_if_the_others_wait_at_different_places() -> None:
+    """A sum had come to its end in some of them. They and the others were said to be apart, and nobody was named."""
+    for outcome in together(3, blaming.of_stopped_between, 2, without=[2])[:2]:
+        assert blamed(outcome.value) == {2}, outcome
+        assert re.search(r"has not answered for \d+ s", outcome.value)
+
+
+@takes_long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("how", ["fork", "loader"])
 def test_a_death_is_heard_of_although_children_live_on(how: str) -> None:
@@ -135,7 +143,7 @@ def test_half_of_a_surrogate_pair_is_told_with_an_escape() -> None:
 
 def test_settings_that_differ_are_named_with_both_values() -> None:
     for told in cluster(2).run(blaming.of_other_settings):
-        assert re.search(r"worker 0 is at .*, the settings of AdamW: lr=0\.1, worker 1 is at", told), told
+        assert re.search(r"not alike at .*worker 0 has the settings of AdamW: lr=0\.1, worker 1 has", told), told
         assert "the settings of AdamW: lr=0.2" in told
         assert "betas" not in told
 

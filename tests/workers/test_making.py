@@ -37,7 +37,7 @@ def test_a_worker_that_makes_something_else_is_refused_and_nothing_is_written(wh
     for found in cluster(2).run(making.of_one_only, what, 2):
         message, buffers, mean, count = found
         assert f"what the step did to buffers and hooks: '{told}'" in message
-        assert "worker 0 is at" in message and "worker 1 is at" in message
+        assert "worker 0 has" in message and "worker 1 has" in message
         assert (buffers, mean, count) == (["running_mean", "running_var", "num_batches_tracked"], [0.0, 0.0], 0)
 
 
@@ -46,4 +46,4 @@ def test_a_lone_replica_that_makes_something_else_is_refused(what: str) -> None:
     for message, *_ in cluster(2).run(making.of_one_only, what, 1):
         assert "the buffers of the modules:" in message
         assert ("BatchNorm1d.more" if what == "made" else "BatchNorm1d.running_mean") in message
-        assert "worker 0 is at" in message and "worker 1 is at" in message
+        assert "worker 0 has" in message and "worker 1 has" in message

@@ -105,6 +105,8 @@ def of_refusal(what: str) -> str:
         optimizer.add_param_group({"params": outside.parameters()})
     elif what == "a tensor in an attribute":
         model.scale = torch.ones(1, requires_grad=True)
+    elif what == "parameters that were replaced":
+        model.weight, model.bias = nn.Parameter(torch.ones(1, 2)), nn.Parameter(torch.ones(1))
     elif what == "a lazy module":
         with strategy.scope():
             model = nn.LazyLinear(1)

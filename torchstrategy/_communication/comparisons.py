@@ -24,19 +24,32 @@ def by_name(value: object) -> dict[str, str]:
     }
 
 
-def differences(of_all: Sequence[tuple[str, Sequence[tuple[str, dict[str, str]]]]]) -> str:
-    """Where each worker is, and what all of them compared there, as far as it differs."""
-    # Workers at different places compare different things anyway.
+def told_apart(of_all: Sequence[tuple[str, Sequence[tuple[str, dict[str, str]]]]]) -> str:
+    """What to say of workers that are at different exchanges, or compare different values at one.
+
+    Args:
+        of_all: For each worker where it is, and the parts of all that it compares there.
+    """
+    places = [place for place, _ in of_all]
+    if len(set(places)) > 1:  # and there they compare different things anyway
+        return APART.format(_listed(of_all, [f"is at {place}" for place in places]))
+    return _UNLIKE.format(places[0], _listed(of_all, ["has" for _ in places]))
+
+
+def _listed(of_all: Sequence[tuple[str, Sequence[tuple[str, dict[str, str]]]]], beginnings: Sequence[str]) -> str:
+    """What each worker has that some other has not, after the beginning of what is said of it."""
     are_at_one_place = len({place for place, _ in of_all}) == 1
     listed = []
-    for w, (place, compared) in enumerate(of_all):
-        shown = [f"worker {w} is at {place}"]
+    for w, (_, compared) in enumerate(of_all):
+        differing = []
         for what, parts in compared:
             theirs = [dict(others).get(what) for _, others in of_all]
             for name, value in parts.items():
                 if any(are_at_one_place if one is None else one.get(name) != value for one in theirs):
-                    shown.append(f"{what} {name}={value}" if name else f"{what} {value}")
-        listed.append(", ".join(shown))
+                    differing.append(f"{what} {name}={value}" if name else f"{what} {value}")
+        separator = " " if are_at_one_place else ", "
+        said = ", ".join(differing) or ("nothing of this" if are_at_one_place else "")
+        listed.append(f"worker {w} {beginnings[w]}{separator if said else ''}{said}")
     return ", ".join(listed)
 
 
@@ -82,6 +95,11 @@ WHICH_IT_REFUSED = ", which it refused: "
 _REFUSED_BY_ONE = (
     "{} refused what it was given, when others had gone on to the gradients of their step: {}. Give all workers what "
     "fits, and start the training again."
+)
+
+_UNLIKE = (
+    "The workers are not alike at {}: {}. Every worker must have the same there: make models, optimizers and their "
+    "settings alike in all of them, and change them in all at the same time."
 )
 
 APART = (

@@ -351,8 +351,9 @@ class ProcessGroup(Workers):
             traceback.clear_frames(error.__traceback__)
             raise error
         if error is not None:
-            traceback.clear_frames(error.__traceback__)  # they have the group, which would stay open
-            raise self._explained(where, error) from error
+            # Its frames have the group, which would stay open, and tell a reader nothing.
+            cause = error.with_traceback(None)
+            raise self._explained(where, error) from cause
 
     def _problem(self, begun: Callable[[], Iterable[Operation]]) -> RuntimeError | None:
         """What kept operations from coming to their end."""
@@ -395,7 +396,10 @@ class ProcessGroup(Workers):
         if not self._has_said_where and time.monotonic() - self._waits_since > _LONG_S:
             self._has_said_where = True
             self._lines.say("waits", self._waits_at, group=group)
-        return self._has_said_where and any(word["group"] != group for word in self._lines.waiting.values())
+        # An operation may end in some workers while others wait for one that has stopped. They are apart only if that
+        # one waits as well, and has said where.
+        waiting = self._lines.waiting.values()
+        return len(waiting) == self.count - 1 and any(word["group"] != group for word in waiting)
 
     def _apart_in_groups(self) -> WorkerError:
         """The error of workers that wait in different groups."""
@@ -408,7 +412,7 @@ class ProcessGroup(Workers):
         told = json.dumps([place, [[what, comparisons.by_name(value)] for what, value in compared]]).encode()
         sizes = [int.from_bytes(size, "big") for size in self._sent(len(told).to_bytes(_DIGEST, "big"), where)]
         of_all = self._sent(told.ljust(max(sizes)), where)
-        return self._give_up(comparisons.APART.format(comparisons.differences(list(map(json.loads, of_all)))), [])
+        return self._give_up(comparisons.told_apart(list(map(json.loads, of_all))), [])
 
     def _give_up(self, text: str, blamed: Sequence[int]) -> WorkerError:
         """Closes the groups, and tells the others why."""

@@ -80,7 +80,8 @@ def begin_alike(workers: Workers, facts: dict[str, Any], generators: Sequence[to
                 f"The workers read different datasets: worker 0 has {name} {known[0]}, and worker {other} has "
                 f"{known[other]}. Each worker loads its part of every batch, so all need the same rows in the same "
                 "order: make the dataset and its loader alike in all of them, with the same seed where random numbers "
-                "decide. If each has a dataset of its own, use strategy.distribute_datasets_from_function."
+                "decide. If each has a dataset of its own, use strategy.distribute_datasets_from_function. If one of "
+                "them iterates over a dataset that others leave out, as when worker 0 validates alone, let all do so."
             )
             workers.note_of_all(error)
             raise error

@@ -132,6 +132,7 @@ class OwnObjects(Storage):
         try:
             self.random.begin_run()
             try:
+                self._workers.arrive("the step")
                 with as_before, run_by(self._run_backward, self._run_forward):
                     yield
             finally:
@@ -277,6 +278,8 @@ class OwnObjects(Storage):
         for parameter in strange:
             if parameter.grad is not None:
                 raise RuntimeError(_OUTSIDE.format(name, tuple(parameter.shape)))
+        if parameters and len(strange) == len(parameters):
+            raise RuntimeError(_TRAINS_NOTHING.format(name))
         if id(optimizer) not in self._optimizers:
             self.take_stepper(optimizer)
         self.gradients.settle_assigned(f"{name}.step()", ours)
@@ -381,6 +384,12 @@ _OUTSIDE = (
     "{}.step() was called in a replica, and it updates a parameter of shape {} that no module of strategy.scope() has: "
     "its gradient is that of this worker's rows, so each worker would make another update. Make its module in the "
     "scope, or give it to strategy.distribute_module(model)."
+)
+
+_TRAINS_NOTHING = (
+    "{}.step() was called in a replica, and it trains nothing: no module of strategy.scope() has any of its "
+    "parameters, and none of them has a gradient. fully_shard(module) and module.weight = nn.Parameter(...) put new "
+    "parameters in the place of those that the optimizer has: make the optimizer after them."
 )
 
 _BETWEEN_RUNS = (
