@@ -234,16 +234,27 @@ class PerReplica(DistributedValues[T]):
 
 def _misused(value: Any, use: str) -> str:
     """The message for a program that wrote `use` of a per-replica value."""
-    rows = "" if value.rows is None else f" (rows of the batch: {', '.join(map(str, value.rows))})"
     return (
-        f"{use} does not work: this value is a PerReplica, with a component for each of "
-        f"{plural(len(value._components), 'replica')}{rows}, and not one tensor or number. Outside of the step, write\n"
+        f"{use} does not work: this value is a PerReplica, with a component for each of {_replicas_of(value)}, and not "
+        "one tensor or number.\n"
+        "In the step, use it as an argument: strategy.run(step, args=(value,)) gives each replica its own component.\n"
+        "Outside of the step, write\n"
         '  strategy.reduce("mean", value, axis=None)      for the mean over replicas; over rows: weights=batch\n'
         "  strategy.gather(value, axis=0)                 for the rows of all replicas in one tensor\n"
         "  strategy.experimental_local_results(value)     for the component of each replica: the tuple value.values\n"
-        "  sum(map(len, value.values))                    for the number of rows of all replicas\n"
-        "In the step, pass it on: strategy.run(step, args=(value,)) gives each replica its own component."
+        "  sum(map(len, value.values))                    for the number of rows of all these replicas"
     )
+
+
+def _replicas_of(value: Any) -> str:
+    """How many replicas have a component, and how many rows each of them got, if the value is a batch."""
+    count = len(value._components)
+    replicas = plural(count, "replica")
+    if value.rows_of_all is not None and len(value.rows_of_all) > count:
+        replicas = f"this worker's {replicas}, of {len(value.rows_of_all)} in all workers"
+    elif count == 1:  # only a worker makes a value of one replica
+        replicas = "this worker's replicas, of which there is one"
+    return replicas if value.rows is None else f"{replicas} (rows of the batch: {', '.join(map(str, value.rows))})"
 
 
 def _no_attribute(self: PerReplica, name: str) -> Any:

@@ -83,6 +83,15 @@ def test_a_use_as_a_tensor_or_number_says_what_to_write(value: PerReplica, use: 
     assert "strategy.run(step, args=(value,))" in message
 
 
+def test_a_worker_says_that_other_workers_have_replicas_too() -> None:
+    """In two workers of one replica the message said "1 replica", where the user had two."""
+    batch = PerReplica([torch.ones(3)], rows=(3,), rows_of_all=(3, 2))
+    with pytest.raises(TypeError, match=r"this worker's 1 replica, of 2 in all workers \(rows of the batch: 3\)"):
+        len(batch)
+    with pytest.raises(TypeError, match="this worker's replicas, of which there is one"):
+        float(PerReplica([torch.ones(())]))
+
+
 def test_what_the_message_says_to_write_works() -> None:
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
     value = strategy.run(lambda: torch.ones(1) * (1 + torchstrategy.get_replica_context().replica_id_in_sync_group))
