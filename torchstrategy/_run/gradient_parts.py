@@ -38,7 +38,7 @@ def as_sent(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Ten
 
 def laid_out(total: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
     """A gradient in the memory layout of its parameter, which fused updates ask for."""
-    if total is None or total.is_sparse or parameter.is_contiguous():
+    if total is None or total.is_sparse or total.stride() == parameter.stride():
         return total
     return torch.empty_like(parameter, dtype=total.dtype).copy_(total)
 

@@ -14,33 +14,32 @@ import gc
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 
-from torchstrategy._communication.native_dtypes import can_be_added
 from torchstrategy._communication.reductions import sum_of_sparse
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import undisturbed
 from torchstrategy._core.torch_internals import (
     are_contiguous,
     are_sparse,
-    flattened,
     have_gradient_hooks,
     hide_from_compiler,
     on_gradient,
     raw_grads,
     set_raw_grads,
-    unflattened,
 )
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._run.assigned_gradients import AssignedGradients
 from torchstrategy._run.gradient_parts import add, as_dense, as_sent, laid_out, weigh, with_gradients, without_graph
-from torchstrategy._run.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, Pack
+from torchstrategy._run.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan
 from torchstrategy._run.marks import Mark, MarkFormat, Verdict
+from torchstrategy._run.pack_memory import PackMemory
 from torchstrategy._run.trained_tensors import BufferLayout, TrainedTensors
 from torchstrategy._run.user_hooks import UserHooks
 
+_MOST_MEMORIES = 4  # are kept: of so many exchanges that follow one another in turns
 _MOST_PLANS = 100  # are kept: where each step uses other parameters, there would be more and more
 
 Arrived = Callable[[], None]  # waits until a sum is there
@@ -99,6 +98,7 @@ class OwnGradients:
         self._marks = MarkFormat(workers.count)
         self.tensors = TrainedTensors([], [], averages_buffers=True)
         self._plans: dict[tuple[bytes, BufferLayout | None], GradientPlan] = {}
+        self._memories: dict[GradientPlan, list[PackMemory]] = {}
         self._last: GradientPlan | None = None  # that of the newest exchange
         # By the plan of an exchange: the plan of the exchange that came next.
         self._next: dict[GradientPlan | None, GradientPlan] = {}
@@ -109,7 +109,7 @@ class OwnGradients:
     def train(self, tensors: TrainedTensors) -> None:
         """Takes other parameters and buffers. Nothing is predicted of them."""
         self.tensors = tensors
-        self._plans, self._last, self._next = {}, None, {}
+        self._plans, self._memories, self._last, self._next = {}, {}, None, {}
         self._assigned.train(tensors)
 
     def begin_run(self, weights: ReplicaWeights, step: str, mentions: Mentions) -> None:
@@ -221,7 +221,7 @@ class OwnGradients:
         sums = self._sums_of_all(own, self._name)
         self._hand_out(sums)
 
-    def _sums_of_all(self, own: list[torch.Tensor | None], name: str) -> dict[int, torch.Tensor]:
+    def _sums_of_all(self, own: list[torch.Tensor | None], name: str) -> list[torch.Tensor | None]:
         """The sums of the gradients of all workers. See Note [How workers agree without a message]."""
         plan, kinds, buffers = self._expected, self._kinds(own), self.tensors.layout_of_written()
         self._verdict: Verdict | None = None
@@ -229,23 +229,46 @@ class OwnGradients:
         self._mentions.compare()
         if plan is None:
             right = self._agree(kinds, buffers, name)
-            sums, values = self._exchanged(right, own, None)
+            memories = self._exchanged(right, own, None)
         else:
             if not self._counts:  # what the other workers have is what counts
                 kinds, buffers = plan.kinds, None if plan.buffers is None else self.tensors.layout()
-            sums, values = self._exchanged(plan, own, self._mark(kinds, buffers, name))
+            memories = self._exchanged(plan, own, self._mark(kinds, buffers, name))
             right = self._right_plan(kinds, buffers, name)
             if (right.kinds, right.buffers) != (plan.kinds, plan.buffers):
                 rest = [i for i in plan.early if right.kinds[i] == SEVERAL]
-                sums, values = self._exchanged(right, own, None, rest)
-        for i in right.sparse:
-            sums[i] = self._sparse_sum(i, own[i])
+                memories = self._exchanged(right, own, None, rest)
+        sparse = {i: self._sparse_sum(i, own[i]) for i in right.sparse}
         if self._verdict is not None and not self._verdict.all_mention_same:
             self._mentions.settle(name)
+        self._write_buffers(memories)
+        self._next[self._last], self._last = right, right
+        return self._put_together(right, own, memories, sparse)
+
+    def _put_together(
+        self,
+        plan: GradientPlan,
+        own: list[torch.Tensor | None],
+        memories: Sequence[PackMemory],
+        sparse: dict[int, torch.Tensor],
+    ) -> list[torch.Tensor | None]:
+        """The sum of each parameter's gradients, by where it has come."""
+        sums: list[torch.Tensor | None] = [None] * len(own)
+        for memory in memories:
+            for i, total in zip(
+                memory.pack.gradients, memory.sums_of_gradients(self._of_pack(own, memory)), strict=True
+            ):
+                sums[i] = total
+        for i in plan.large:
+            sums[i] = self._sums[i]
+        for i, total in sparse.items():
+            sums[i] = total
+        return sums
+
+    def _write_buffers(self, memories: Sequence[PackMemory]) -> None:
+        values = {i: part for memory in memories for i, part in memory.buffers.items()}
         if values:
             self.tensors.write_buffers(values)
-        self._next[self._last], self._last = right, right
-        return sums
 
     def _right_plan(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
         """The plan for what all workers have, after the one that was predicted."""
@@ -282,6 +305,7 @@ class OwnGradients:
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANS:  # in all workers at once, which have made the same plans
                 self._plans.clear()
+                self._memories.clear()
                 self._next.clear()
             of_buffers = ({}, {}) if buffers is None else (self.tensors.averaged(), self.tensors.taken())
             self._plans[key] = GradientPlan(*key, self.tensors.parameters, *of_buffers, self._workers.can_overlap)
@@ -330,8 +354,8 @@ class OwnGradients:
 
     def _exchanged(
         self, plan: GradientPlan, own: list[torch.Tensor | None], mark: Mark | None, rest: Sequence[int] = ()
-    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Sends what was not sent yet.
+    ) -> list[PackMemory]:
+        """Sends what was not sent yet. Sums of large gradients are in `_sums` then.
 
         Args:
             plan: What to send.
@@ -340,33 +364,38 @@ class OwnGradients:
             rest: The positions of large gradients to which backward has added after the first part was sent.
 
         Returns:
-            The sums of gradients by the positions of parameters, and what becomes of the buffers.
+            The sums of the others, and of the buffers.
         """
         first_parts = {i: self._sums.pop(i) for i in rest}
         for i in plan.large:
             if i not in self._sums:
                 self._send_large(i, self._large_of(i, own))
         buffers = self._buffers_for(plan)
+        memories = self._memories_of(plan, buffers)
         # Without a mark, zeros: the sums have the same bits only where what is sent has the same length.
-        length = self._marks.length
-        numbers = [0.0] * length if mark is None else self._marks.numbers(mark)
-        first = plan.packs[0]
-        sent = [self._send_pack(pack, own, buffers, numbers if pack is first else []) for pack in plan.packs]
+        numbers = [0.0] * self._marks.length if mark is None else self._marks.numbers(mark)
+        memories[0].put_numbers(numbers)
+        for memory in memories:
+            self._send_pack(memory, own, buffers)
         for arrived in self._under_way:
             arrived()
         self._under_way = []
         for i, part in first_parts.items():
             self._sums[i] = self._sums[i] + part
-        sums = {i: self._sums[i] for i in plan.large}
-        values: dict[int, torch.Tensor] = {}
-        for one in sent:
-            parts = unflattened(one.flat, one.like)
-            sums.update(zip(one.pack.gradients, parts, strict=False))
-            if one.pack.buffers:
-                values.update(zip(one.pack.buffers, parts[len(one.pack.gradients) :], strict=False))
         if mark is not None:
-            self._verdict = self._marks.read(sent[0].flat[-length:].tolist(), numbers)
-        return sums, values
+            self._verdict = self._marks.read(memories[0].sums_of_numbers(), numbers)
+        return memories
+
+    def _memories_of(self, plan: GradientPlan, buffers: dict[int, torch.Tensor]) -> list[PackMemory]:
+        """The memory of the packs of a plan. Only that of a few plans is kept."""
+        if plan not in self._memories:
+            if len(self._memories) >= _MOST_MEMORIES:
+                self._memories.pop(next(iter(self._memories)))
+            parameters, first = self.tensors.parameters, plan.packs[0]
+            self._memories[plan] = [
+                PackMemory(pack, parameters, buffers, self._marks.length if pack is first else 0) for pack in plan.packs
+            ]
+        return self._memories[plan]
 
     def _buffers_for(self, plan: GradientPlan) -> dict[int, torch.Tensor]:
         """The buffers that a plan sends. Zeros, if this worker has others by now: then it is not the right plan."""
@@ -384,35 +413,21 @@ class OwnGradients:
             return held
         return as_sent(gradient, self.tensors.parameters[i])
 
-    def _send_pack(
-        self, pack: Pack, own: list[torch.Tensor | None], buffers: dict[int, torch.Tensor], numbers: list[float]
-    ) -> _SentPack:
+    def _send_pack(self, memory: PackMemory, own: list[torch.Tensor | None], buffers: dict[int, torch.Tensor]) -> None:
         """Begins to send a pack."""
-        parameters = self.tensors.parameters
-        gradients = own if len(pack.gradients) == len(own) else [own[i] for i in pack.gradients]
-        if self._are_plain:
-            like: list[Any] = [*gradients]
-        else:
-            pairs = zip(pack.gradients, gradients, strict=True)
-            like = [as_sent(gradient, parameters[i]) for i, gradient in pairs]
-        like += [buffers[i] for i in pack.buffers]
-        if numbers:
-            like.append(torch.tensor(numbers, dtype=pack.dtype, device=pack.device))
-        if not like:
-            return _SentPack(pack, like, torch.empty(0))
-        # Of a single tensor, `flattened` makes a view, and what the step has must not be written.
-        flat = flattened(like) if len(like) > 1 else like[0].flatten().clone()
-        num_gradients, num_averaged, num_taken = pack.sizes
-        if num_gradients:
-            weigh(flat[:num_gradients], self.weight)
-        if num_averaged:
-            weigh(flat[num_gradients:][:num_averaged], self._weight_of_buffers)
-        if num_taken and not self._leads:
-            flat[num_gradients + num_averaged :][:num_taken].zero_()
-        # Buffers that are taken from one worker may have any dtype: the bytes of the others are zeros.
-        sent = flat if can_be_added(flat.dtype) else flat.view(torch.uint8)
-        self._under_way.append(self._workers.begin_all_reduce(sent, self._name))
-        return _SentPack(pack, like, flat)
+        gradients = self._of_pack(own, memory)
+        if not self._are_plain:
+            positions = memory.pack.gradients
+            gradients = [as_sent(g, self.tensors.parameters[i]) for i, g in zip(positions, gradients, strict=True)]
+        memory.put_gradients(gradients, self.weight)
+        memory.put_buffers(buffers, self._weight_of_buffers, self._leads)
+        if len(memory.sent):
+            self._under_way.append(self._workers.begin_all_reduce(memory.sent, self._name))
+
+    def _of_pack(self, own: list[Any], memory: PackMemory) -> list[Any]:
+        """The gradients of a pack."""
+        positions = memory.pack.gradients
+        return own if len(positions) == len(own) else [own[i] for i in positions]
 
     def _sparse_sum(self, i: int, own: torch.Tensor | None) -> torch.Tensor:
         weighed = own.coalesce() * self.weight if own is not None and self.weight else None
@@ -420,9 +435,8 @@ class OwnGradients:
 
     # What becomes of the sums
 
-    def _hand_out(self, sums: dict[int, torch.Tensor]) -> None:
+    def _hand_out(self, totals: list[torch.Tensor | None]) -> None:
         parameters = self.tensors.parameters
-        totals = list(map(sums.get, range(len(parameters))))
         if not all(are_contiguous(parameters)):
             totals = list(map(laid_out, totals, parameters))
         set_raw_grads(parameters, totals)
@@ -452,8 +466,7 @@ class OwnGradients:
             self._name = "the buffers that the step has written"
             self._num_compared = self._workers.num_compared
             plan = self._agree(bytes(len(own)), buffers, self._name)
-            _, values = self._exchanged(plan, own, None)
-            self.tensors.write_buffers(values)
+            self._write_buffers(self._exchanged(plan, own, None))
 
     def settle_assigned(self, point: str, indices: Sequence[int] | None = None) -> None:
         """Makes gradients that the step has assigned those of the whole batch.
@@ -494,11 +507,3 @@ class OwnGradients:
         for parameter, gradient in self._old:
             parameter.grad = gradient
         self._assigned.note_all()
-
-
-class _SentPack(NamedTuple):
-    """A pack that is under way."""
-
-    pack: Pack
-    like: list[torch.Tensor]  # tensors in the shapes of its parts
-    flat: torch.Tensor  # the memory for the sums

@@ -42,16 +42,16 @@ class OwnRandom:
         self._workers = workers
         self._device = device
         self._stream = workers.index  # the worker whose random numbers this one draws
-        self._begun: list[torch.Tensor] = []  # the states when the run began
+        self._begun = _States([])  # when the run began
         self._digest = b""  # of these states
-        self._first: list[torch.Tensor] = []  # the states with which the replica's stream begins
-        self._shared: list[torch.Tensor] = []  # the states at which the stream for all workers was left
+        self._first = _States([])  # with which the replica's stream begins
+        self._shared: _States | None = None  # at which the stream for all workers was left
         self.mark = 0  # a number by which workers compare the states
         self._num_drawn = 0  # in so many runs the replica has drawn since the workers last compared
 
     def draw_from(self, stream: int) -> None:
         """From the next run on, the replica draws the random numbers of a worker, which computes the same."""
-        self._stream, self._begun = stream, []
+        self._stream, self._begun = stream, _States([])
 
     def follow_first(self) -> None:
         """Gives the generators the states that those of worker 0 have."""
@@ -71,7 +71,7 @@ class OwnRandom:
     def for_all_workers(self) -> Iterator[None]:
         """A block of a run whose random numbers are the same in all workers."""
         own = self._states()
-        if self._shared:
+        if self._shared is not None:
             self._set(self._shared)
         else:
             self._seed("for all")
@@ -80,18 +80,18 @@ class OwnRandom:
             yield
         finally:
             left = self._states()
-            if not _are_equal(begun, left):
+            if left.bits != begun.bits:
                 self._shared = left
             self._set(own)
 
     def begin_run(self) -> None:
         """From here on, the replica draws from its stream."""
         states = self._states()
-        self._shared = []
-        if not _are_equal(states, self._begun):
+        self._shared = None
+        if states.bits != self._begun.bits:
             self._begun, self._first = states, states
             # As in Note [Random streams of replicas]: four bytes stand for the depth of nested runs.
-            self._digest = hashlib.blake2b(b"".join([bytes(4), *(_bytes_of(one) for one in states)])).digest()
+            self._digest = hashlib.blake2b(b"".join([bytes(4), *states.bits])).digest()
             self.mark = zlib.crc32(self._digest)
             if self._stream:
                 self._seed(self._stream)
@@ -101,7 +101,7 @@ class OwnRandom:
 
     def end_run(self) -> None:
         """The replica has drawn what it draws: the generators get the state for the next run."""
-        has_drawn = not _are_equal(self._states(), self._first) or bool(self._shared)
+        has_drawn = self._states().bits != self._first.bits or self._shared is not None
         if has_drawn:
             self._seed("next")
             self._num_drawn += 1
@@ -118,21 +118,23 @@ class OwnRandom:
     def _generators(self) -> Sequence[GeneratorLike]:
         return generators_of(self._device, with_cpu=True)
 
-    def _states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators()]
+    def _states(self) -> _States:
+        return _States([generator.get_state() for generator in self._generators()])
 
-    def _set(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators(), states, strict=True):
+    def _set(self, states: _States) -> None:
+        for generator, state in zip(self._generators(), states.tensors, strict=True):
             generator.set_state(state)
 
 
-def _are_equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    # All states are in the memory of the CPU. `torch.equal` takes several times as long here.
-    return list(map(_bytes_of, states)) == list(map(_bytes_of, others))
+class _States:
+    """The states of some generators, which are in the memory of the CPU."""
 
+    __slots__ = ("bits", "tensors")
 
-def _bytes_of(state: torch.Tensor) -> bytes:
-    return state.numpy().tobytes()
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        # `torch.equal` takes several times as long as it takes to compare bytes.
+        self.bits = [tensor.numpy().tobytes() for tensor in tensors]
 
 
 _DREW = (
