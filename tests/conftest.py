@@ -49,7 +49,8 @@ if simulated_devices():
     ]
 
 
-VARIANTS = 2  # of each test that has parameters, where CI is not set
+# Of each test that has parameters, where CI is not set. On simulated devices, a test has mostly run on the CPU before.
+VARIANTS, VARIANTS_OF_SIMULATED_TESTS = 2, 1
 VARIANTS_OF_SLOW_TESTS = 1  # most of these start processes, each of which imports torch
 HOUSE = Path(__file__).parent / "house"  # its parameters are files and names: all of them are checked, in half a minute
 # With CI set, all variants run on the CPU. On simulated devices the long tables, such as every option with every
@@ -75,6 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, of_one in variants.items():
         if "CI" in os.environ:
             most = VARIANTS_ON_SIMULATED_DEVICES
+        elif config.getoption("simulate_devices"):
+            most = VARIANTS_OF_SIMULATED_TESTS
         else:
             most = VARIANTS if of_one[0].get_closest_marker("slow") is None else VARIANTS_OF_SLOW_TESTS
         step = -(-len(of_one) // most)
