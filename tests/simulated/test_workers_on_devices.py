@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchstrategy
+from sharded_ranks import trained_in_shards, trained_plainly
 from torchstrategy.testing import DeviceProfile, record_streams, run_ranks, virtual_time
 from torchstrategy.testing._ranks.groups import RankGroup
 from workers import exact_steps
@@ -79,6 +80,12 @@ def test_steps_compute_the_numbers_of_plain_torch(program: exact_steps.Program, 
     for one in found:
         assert exact_steps.differ(one, plain) < exact_steps.LOOSE.get(program.__name__, 1e-12)
         assert exact_steps.differ(one, found[0]) == 0
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_model_in_shards_has_the_numbers_of_plain_torch(count: int) -> None:
+    for found in run_ranks(trained_in_shards, count)[0]:
+        torch.testing.assert_close(found, trained_plainly(), rtol=1e-12, atol=1e-14)
 
 
 def trained(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import torchstrategy
+from sharded_ranks import trained_in_shards, trained_plainly
 from torchstrategy.testing import run_ranks
 
 Make = Callable[[nn.Module, int], torch.optim.Optimizer]
@@ -42,6 +43,12 @@ def test_workers_train_together() -> None:
     (one, other), record = run_ranks(trained, 2)
     assert torch.equal(one, other)
     assert record.counts["all_reduce"] == 2
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_workers_share_out_a_model_and_have_the_numbers_of_plain_torch(count: int) -> None:
+    for found in run_ranks(trained_in_shards, count)[0]:
+        torch.testing.assert_close(found, trained_plainly(), rtol=1e-12, atol=1e-14)
 
 
 def test_the_error_of_a_worker_is_that_of_the_run() -> None:
