@@ -1,4 +1,4 @@
-"""`MultiWorkerMirroredStrategy` against `DistributedDataParallel` with gloo, on the same rows.
+"""`MultiWorkerMirroredStrategy` against `DistributedDataParallel` with gloo and against FSDP2, on the same rows.
 
 python benchmarks/workers.py [--rounds N] [--json FILE]
 
@@ -30,6 +30,7 @@ from contest import Amounts, Contender, Row, hold, in_fresh_processes, left_out,
 from processes import peak_memory
 
 DDP, OURS, PLAIN = "DDP", "MultiWorkerMirrored", "plain, nothing sent"
+FSDP, OURS_SHARDED = "FSDP2", "MultiWorkerMirrored, FSDP2"
 TIMEOUT = 600
 
 
@@ -53,6 +54,10 @@ TASKS = {
     "6 tensors": (Task(64, 3, 32, 30), Bars(wall=1.25, cpu=1.20)),
     "82 tensors": (Task(64, 41, 32, 8), Bars(wall=1.10, cpu=1.05)),
     "5,200,000 parameters": (Task(1320, 3, 16, 3), Bars(wall=1.10, cpu=1.05)),
+}
+SHARDED_TASKS = {  # blocks of a transformer: those of examples/sharded.py, and larger ones
+    "2 blocks of 32": (Task(32, 2, 50, 8), Bars(wall=1.05, cpu=1.05)),
+    "2 blocks of 256": (Task(256, 2, 32, 3), Bars(wall=1.05, cpu=1.05)),
 }
 SLOW_TASK, SLOW_BAR = Task(1320, 3, 128, 2), 1.05
 MORE_BYTES = 1024  # so many more than DDP a step may send
@@ -82,7 +87,8 @@ def stepping(net: nn.Module) -> Callable[[torch.Tensor], None]:
 
 def maker(name: str) -> Callable[[Task, int, int], tuple[nn.Module, Step]]:
     """What makes the model of a contender, and a function that trains it for one step."""
-    return {DDP: in_ddp, OURS: under_strategy, PLAIN: plain}[name]
+    makers = {DDP: in_ddp, OURS: under_strategy, PLAIN: plain, FSDP: in_shards, OURS_SHARDED: in_shards_under_strategy}
+    return makers[name]
 
 
 def plain(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
@@ -110,6 +116,43 @@ def under_strategy(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
     return net, lambda: strategy.run(step, args=(dealt,))
 
 
+def sharded(task: Task, size: int) -> tuple[nn.Module, torch.Tensor]:
+    """Blocks of a transformer that are sharded, and the rows of all processes, each of eight words."""
+    fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard  # here: it counts in nobody's start
+    torch.manual_seed(0)
+    width = task.width
+    blocks = [nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True) for _ in range(task.layers)]
+    net = nn.Sequential(*blocks)
+    for part in (*blocks, net):
+        fully_shard(part)
+    return net, torch.randn(task.rows * size, 8, width)
+
+
+def in_shards(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
+    """A process of a plain script with FSDP2, with its rows."""
+    net, rows = sharded(task, size)
+    step, own = stepping(net), rows.chunk(size)[rank]
+    return net, lambda: step(own)
+
+
+def in_shards_under_strategy(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
+    """The same under a strategy, which splits the rows of all."""
+    torchstrategy = importlib.import_module("torchstrategy")
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+    with strategy.scope():
+        net, rows = sharded(task, size)
+        step = stepping(net)
+    (dealt,) = strategy.experimental_distribute_dataset([rows])
+    return net, lambda: strategy.run(step, args=(dealt,))
+
+
+def whole(net: nn.Module) -> torch.Tensor:
+    """All parameters, put together where each process has a part of them."""
+    return nn.utils.parameters_to_vector(
+        [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+    )
+
+
 # The processes
 
 
@@ -128,14 +171,16 @@ WALL, CPU, SENT = range(3)
 """What is measured of a step: seconds, seconds, and bytes if they are known."""
 
 
-def in_turns(rank: int, size: int, tasks: Sequence[Sequence[int]], rounds: int) -> list[list[list[Amounts]]]:
-    """For each task what is measured, in each round."""
-    return [turns(Task(*task), rank, size, rounds) for task in tasks]
+def in_turns(
+    rank: int, size: int, tasks: Sequence[Sequence[int]], rounds: int, names: Sequence[str] = (DDP, OURS, PLAIN)
+) -> list[list[list[Amounts]]]:
+    """For each task what is measured of each contender, in each round."""
+    return [turns(Task(*task), rank, size, rounds, names) for task in tasks]
 
 
-def turns(task: Task, rank: int, size: int, rounds: int) -> list[list[Amounts]]:
+def turns(task: Task, rank: int, size: int, rounds: int, names: Sequence[str]) -> list[list[Amounts]]:
     """What is measured of one task: `WALL`, `CPU` and `SENT`. One round alone shows that everything runs."""
-    made_of = {name: maker(name)(task, rank, size) for name in (DDP, OURS, PLAIN)}
+    made_of = {name: maker(name)(task, rank, size) for name in names}
     shuffled, repeats = random.Random(0), task.steps if rounds > 1 else 1  # all processes have the same order
     measured: list[list[Amounts]] = [[], [], []]
     for number in range(rounds + (rounds > 1)):
@@ -149,7 +194,7 @@ def turns(task: Task, rank: int, size: int, rounds: int) -> list[list[Amounts]]:
         if number or rounds == 1:  # the first round warms up
             for column, of_round in zip(measured, amounts, strict=True):
                 column.append(of_round)
-    theirs, ours = (nn.utils.parameters_to_vector(made_of[name][0].parameters()) for name in (DDP, OURS))
+    theirs, ours = (whole(made_of[name][0]) for name in names[:2])
     torch.testing.assert_close(ours, theirs)
     return measured
 
@@ -214,6 +259,18 @@ def on_loopback(rounds: int) -> Iterator[Row]:
                 yield from rows_of(
                     f"{size} processes, {title}: {what}", contenders(bar if size == 2 else None), amounts, "ms"
                 )
+
+
+def in_shards_of_a_model(rounds: int) -> Iterator[Row]:
+    """Steps of 2 processes that share out a model by FSDP2, as a plain script does."""
+    if not can_be_joined():
+        return
+    told = told_by("turns", 2, [task for task, _ in SHARDED_TASKS.values()], rounds, (FSDP, OURS_SHARDED))
+    for number, (title, (_, bars)) in enumerate(SHARDED_TASKS.items()):
+        for what, kind, bar in (("step", WALL, bars.wall), ("step, CPU time", CPU, bars.cpu)):
+            amounts = slowest([of_process[number][kind] for of_process in told])
+            both = {FSDP: Contender(float), OURS_SHARDED: Contender(float, (FSDP,), bar)}
+            yield from rows_of(f"2 processes, {title}: {what}", both, amounts, "ms")
 
 
 def on_a_slow_link(rounds: int) -> Iterator[Row]:
@@ -296,7 +353,7 @@ def in_processes_of_their_own(rounds: int) -> Iterator[Row]:
         yield from rows_of(f"{title}, {size} process{'es' * (size > 1)}: {what}", both, amounts, unit)
 
 
-CONTESTS = (on_loopback, on_a_slow_link, in_processes_of_their_own)
+CONTESTS = (on_loopback, in_shards_of_a_model, on_a_slow_link, in_processes_of_their_own)
 
 if __name__ == "__main__":
     work(worker)
