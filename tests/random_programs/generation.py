@@ -265,9 +265,9 @@ class _Draw:
         line = [*clear, *back, *edits, *updates]
         for part in rest:
             line.insert(draw.randint(0, len(line)), part)
-        line = [part for part in line if self._without is None or not self._without.search(repr(part))]
         if self._keeps and "micro=2" not in repr(line):
             line.append(actions.LookAtKept())
+        line = [part for part in line if self._without is None or not self._without.search(repr(part))]
         looks = (actions.Look, actions.Peek, actions.LookAtKept)
         of_rows = (actions.Backward, actions.Kept, actions.UpdateWithClosure, actions.Penalty, *looks)
         needs = [i for i, part in enumerate(line) if isinstance(part, of_rows)]
