@@ -713,7 +713,7 @@ def of_a_part(program: Program) -> list[torch.Tensor] | None:
 
 
 def messages_of_a_training(set_to_none: bool) -> list[int]:
-    """How many messages this worker sends in each of the runs of a training whose batches are of unlike sizes."""
+    """How many messages this worker sends before a training, and in each run of it. Its batches are of unlike sizes."""
     sent = [0]
     send = ProcessGroup._sent
 
@@ -738,11 +738,14 @@ def messages_of_a_training(set_to_none: bool) -> list[int]:
             scheduler.step()
             return loss.detach()
 
+        loader = strategy.experimental_distribute_dataset(batches((8, 6, 7, 4) * 5))
         found = []
-        for batch in strategy.experimental_distribute_dataset(batches((8, 6, 7, 4) * 5)):
+        before = 0
+        for batch in loader:
+            found.append(sent[0] - before)
             before = sent[0]
             strategy.run(step, args=(batch,))
-            found.append(sent[0] - before)
+        found.append(sent[0] - before)
     finally:
         ProcessGroup._sent = send  # type: ignore[method-assign]
     return found

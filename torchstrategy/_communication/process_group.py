@@ -223,11 +223,12 @@ class ProcessGroup(Workers):
             raise
         return list(map(decode, self.all_gather_bytes(data, name)))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], source: int, name: str) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int, name: str, are_alike: bool = False) -> None:
         if not tensors:
             return
         where = self._at(name)
-        self._meet(where, [(t.dtype, tuple(t.shape)) for t in tensors])
+        if not are_alike:
+            self._meet(where, [(t.dtype, tuple(t.shape)) for t in tensors])
         packs = [[tensors[i] for i in pack] for pack in packs_of(tensors)]
         # The tensors of a pack have one dtype.
         flat = [self._sendable(torch.cat(list(map(bits, pack)))) for pack in packs]

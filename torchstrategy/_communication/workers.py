@@ -142,8 +142,15 @@ class Workers:
         """
         return [value]
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], source: int, name: str) -> None:
-        """Writes the values of the tensors of worker `source` on those of all others."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int, name: str, are_alike: bool = False) -> None:
+        """Writes the values of the tensors of worker `source` on those of all others.
+
+        Args:
+            tensors: The tensors of this worker.
+            source: The number of a worker.
+            name: The name of the exchange.
+            are_alike: Whether all workers have just compared shapes and dtypes, at the same exchange. Else they do now.
+        """
 
     def refuse(self, error: Exception, name: str) -> None:
         """Comes to an exchange without what the others wait for there: they raise an error, too, and all can go on.

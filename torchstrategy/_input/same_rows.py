@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from torchstrategy._communication.native_dtypes import bits
+from torchstrategy._communication.wire import decode, encode
 from torchstrategy._communication.workers import ROWS, Workers, digest
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.tree import tree_flatten
@@ -69,11 +70,30 @@ def begin_alike(workers: Workers, facts: dict[str, Any], generators: Sequence[to
     Raises:
         ValueError: In all workers, if something is not.
     """
-    states = [generator.get_state() for generator in generators]
-    own = facts | {"torch.Generator objects": len(states)}
-    of_all = workers.all_gather_object((own, states, random.getstate(), np.random.get_state(legacy=False)), _BEGINNING)
-    for name in {key: None for theirs, *_ in of_all for key in theirs}:
-        known = [theirs.get(name) for theirs, *_ in of_all]
+    own = facts | {"torch.Generator objects": len(generators)}
+    states = encode(([g.get_state() for g in generators], random.getstate(), np.random.get_state(legacy=False)))
+    of_all = workers.all_gather_object((digest(encode(own)), digest(states), len(states)), _BEGINNING)
+    marks_of_facts, marks_of_states, sizes = zip(*of_all, strict=True)
+    if len(set(marks_of_facts)) > 1:
+        _refuse_other_datasets(workers, own)
+    if len(set(marks_of_states)) == 1:
+        return
+    # Those of worker 0 may take more bytes than those of another worker.
+    sent = torch.frombuffer(bytearray(states[: sizes[0]].ljust(sizes[0], b"\0")), dtype=torch.uint8)
+    workers.broadcast([sent], 0, _BEGINNING, are_alike=True)
+    if workers.index:
+        of_torch, of_python, of_numpy = decode(sent.numpy().tobytes())
+        for generator, state in zip(generators, of_torch, strict=True):
+            generator.set_state(state)
+        random.setstate(of_python)
+        with suppress(ValueError):  # another kind of generator was put in the place of NumPy's
+            np.random.set_state(of_numpy)
+
+
+def _refuse_other_datasets(workers: Workers, facts: dict[str, Any]) -> None:
+    of_all = workers.all_gather_object(facts, _BEGINNING)
+    for name in {key: None for theirs in of_all for key in theirs}:
+        known = [theirs.get(name) for theirs in of_all]
         other = next((w for w, value in enumerate(known) if value != known[0]), None)
         if other is not None:
             error = ValueError(
@@ -85,13 +105,6 @@ def begin_alike(workers: Workers, facts: dict[str, Any], generators: Sequence[to
             )
             workers.note_of_all(error)
             raise error
-    if workers.index:
-        _, states, of_python, of_numpy = of_all[0]
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        random.setstate(of_python)
-        with suppress(ValueError):  # another kind of generator was put in the place of NumPy's
-            np.random.set_state(of_numpy)
 
 
 def mark_of_subsets(dataset: Any) -> str:

@@ -13,12 +13,26 @@ from torchstrategy._communication.native_dtypes import bits
 from torchstrategy._communication.workers import IN_RUN, Workers, digest
 from torchstrategy._core.errors import plural
 from torchstrategy._core.torch_internals import is_distributed_tensor
+from torchstrategy._core.types import GeneratorLike
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable
 
+_FIRST_RUN = "the beginning of the first run"
 
-def take_from_first_worker(workers: Workers, roots: Sequence[nn.Module], variables: Sequence[Variable]) -> None:
+
+def take_from_first_worker(
+    workers: Workers,
+    roots: Sequence[nn.Module],
+    variables: Sequence[Variable],
+    generators: Sequence[GeneratorLike] = (),
+) -> None:
     """Writes the values of worker 0 on the modules and variables of all workers, so that they begin alike.
+
+    Args:
+        workers: The processes that train together.
+        roots: The modules, each with all that it holds.
+        variables: The variables.
+        generators: The random generators that get the states of those of worker 0.
 
     Raises:
         RuntimeError: If a worker has other modules or variables than worker 0, naming the first that differs.
@@ -32,8 +46,26 @@ def take_from_first_worker(workers: Workers, roots: Sequence[nn.Module], variabl
     named += [(v.name, t) for v in variables for t in (v._take_as_made() if isinstance(v, SyncOnReadVariable) else [v])]
     known = [(name, t) for name, t in named if isinstance(t, torch.Tensor) and not isinstance(t, SyncOnReadVariable)]
     tensors = {id(t): (name, t) for name, t in known}.values()
-    point = "the beginning of the first run"
-    of_all = workers.all_gather_object([(name, tuple(t.shape), t.dtype, _parts(t)) for name, t in tensors], point)
+    states = [generator.get_state() for generator in generators]
+    _refuse_other_models(workers, [*(("a random generator", state) for state in states), *tensors])
+    # Each worker has a part of its own of a tensor that is sharded.
+    whole = [(name, t) for name, t in tensors if not is_distributed_tensor(t)]
+    with torch.no_grad():
+        sent = [*(t for _, t in whole if t.layout is torch.strided), *states]
+        workers.broadcast(sent, 0, _FIRST_RUN, are_alike=True)
+    if workers.index:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+    sparse = [(name, t) for name, t in whole if t.layout is not torch.strided]
+    if sparse:  # such as the adjacency matrix of a graph: it is data, which all workers have read
+        refuse_other_values(workers, *zip(*sparse, strict=True))
+
+
+def _refuse_other_models(workers: Workers, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    described = [(name, tuple(t.shape), t.dtype, _parts(t)) for name, t in tensors]
+    if len(set(workers.all_gather_object(digest(repr(described).encode()), _FIRST_RUN))) == 1:
+        return
+    of_all = workers.all_gather_object(described, _FIRST_RUN)
     for w, theirs in enumerate(of_all):
         for one, other in zip_longest(of_all[0], theirs):
             if one != other:
@@ -41,13 +73,6 @@ def take_from_first_worker(workers: Workers, roots: Sequence[nn.Module], variabl
                     f"Workers 0 and {w} have different models: worker 0 has {_shown(one)} where worker {w} has "
                     f"{_shown(other)}. Make the same modules and variables, in the same order, on all workers."
                 )
-    # Each worker has a part of its own of a tensor that is sharded.
-    whole = [(name, t) for name, t in tensors if not is_distributed_tensor(t)]
-    with torch.no_grad():
-        workers.broadcast([t for _, t in whole if t.layout is torch.strided], 0, point)
-    sparse = [(name, t) for name, t in whole if t.layout is not torch.strided]
-    if sparse:  # such as the adjacency matrix of a graph: it is data, which all workers have read
-        refuse_other_values(workers, *zip(*sparse, strict=True))
 
 
 def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:

@@ -158,8 +158,7 @@ class OwnObjects(Storage):
             roots = _roots(parts)
             _refuse_untrained(roots)
             known = [*_alive(self._variables.values()), *self._on_read.values()]
-            take_from_first_worker(self._workers, roots, known)
-            self.random.follow_first()
+            take_from_first_worker(self._workers, roots, known, self.random.generators())
             self._has_news = False
             self._take_tensors()
             self._take_sharded()

@@ -55,7 +55,7 @@ class OwnRandom:
 
     def follow_first(self) -> None:
         """Gives the generators the states that those of worker 0 have."""
-        self._workers.draw_as_first(self._generators(), "the random numbers of worker 0")
+        self._workers.draw_as_first(self.generators(), "the random numbers of worker 0")
 
     def compare(self, name: str) -> bool:
         """Whether the workers began this run in other states. Called in all workers, for the exchange of this name."""
@@ -112,17 +112,18 @@ class OwnRandom:
         """Lets the generators begin a stream that is made of the states when the run began."""
         salt = stream.to_bytes(8, "little") if isinstance(stream, int) else stream.encode()
         digest = hashlib.blake2b(self._digest, digest_size=8, salt=salt).digest()
-        for generator in self._generators():
+        for generator in self.generators():
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)  # a seed is a signed 64-bit number
 
-    def _generators(self) -> Sequence[GeneratorLike]:
+    def generators(self) -> Sequence[GeneratorLike]:
+        """The random generators from which the replica draws."""
         return generators_of(self._device, with_cpu=True)
 
     def _states(self) -> _States:
-        return _States([generator.get_state() for generator in self._generators()])
+        return _States([generator.get_state() for generator in self.generators()])
 
     def _set(self, states: _States) -> None:
-        for generator, state in zip(self._generators(), states.tensors, strict=True):
+        for generator, state in zip(self.generators(), states.tensors, strict=True):
             generator.set_state(state)
 
 
