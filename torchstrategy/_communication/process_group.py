@@ -60,7 +60,8 @@ give_back(_forget_inherited)
 # Every exchange begins with a message of one size: each worker tells all others at which exchange of which run it is,
 # with tensors of which shapes, and a few bytes that the exchange is about. What fits into these bytes needs no more
 # than that. Tensors are sent when all have told the same, since tensors of different exchanges would be mixed up, or
-# wait for ever. So a group mostly has nothing under way where a worker goes another way or fails, and can be closed at
+# wait for ever. An exchange that follows another one at once, of tensors that the workers have compared there, needs no
+# message. So a group mostly has nothing under way where a worker goes another way or fails, and can be closed at
 # once.
 #
 # A worker that refuses its arguments comes to the exchange all the same, and says so. Then all workers raise an error
@@ -69,7 +70,8 @@ give_back(_forget_inherited)
 # A worker that waits learns in four ways that another one is lost. An operation of torch fails, since that one, or
 # another one that gave up, has closed its connections. Torch's timeout passes. Or it has waited for a quarter of a
 # second, and looks at its lifelines, as it does again and again. There it also hears where others wait: workers that
-# wait in different groups, one for a message and one for gradients, would do so for ever. Then it says what it knows,
+# wait in different groups, one for a message and one for gradients, would do so for ever, if all of them wait. Then it
+# says what it knows,
 # and closes its groups, so that all hear of it within milliseconds. Which worker it was, and why, follows from what the
 # lifelines tell: see Note [Lifelines]. These count in this order:
 # 1. A worker that has said why it failed, or that was refused.
