@@ -71,9 +71,8 @@ give_back(_forget_inherited)
 # another one that gave up, has closed its connections. Torch's timeout passes. Or it has waited for a quarter of a
 # second, and looks at its lifelines, as it does again and again. There it also hears where others wait: workers that
 # wait in different groups, one for a message and one for gradients, would do so for ever, if all of them wait. Then it
-# says what it knows,
-# and closes its groups, so that all hear of it within milliseconds. Which worker it was, and why, follows from what the
-# lifelines tell: see Note [Lifelines]. These count in this order:
+# says what it knows, and closes its groups, so that all hear of it within milliseconds. Which worker it was, and why,
+# follows from what the lifelines tell: see Note [Lifelines]. These count in this order:
 # 1. A worker that has said why it failed, or that was refused.
 # 2. A worker that has ended without a word.
 # 3. What another one has found before, so that all name the same.
