@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ MORE_BYTES = 1024  # so many more than DDP a step may send
 ALONE = {"from start to the first step": "s", "memory (PSS), peak": "MB", "memory without files, peak": "MB"}
 
 Step = Callable[[], None]
+Make = Callable[[Task, int], tuple[nn.Module, torch.Tensor]]  # makes a model, and the rows of all processes
 
 
 def made(task: Task, size: int) -> tuple[nn.Module, torch.Tensor]:
@@ -87,13 +89,19 @@ def stepping(net: nn.Module) -> Callable[[torch.Tensor], None]:
 
 def maker(name: str) -> Callable[[Task, int, int], tuple[nn.Module, Step]]:
     """What makes the model of a contender, and a function that trains it for one step."""
-    makers = {DDP: in_ddp, OURS: under_strategy, PLAIN: plain, FSDP: in_shards, OURS_SHARDED: in_shards_under_strategy}
+    makers = {
+        DDP: in_ddp,
+        OURS: under_strategy,
+        PLAIN: plain,
+        FSDP: partial(plain, make=sharded),
+        OURS_SHARDED: partial(under_strategy, make=sharded),
+    }
     return makers[name]
 
 
-def plain(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
-    """A process that knows no other, with its rows."""
-    net, rows = made(task, size)
+def plain(task: Task, rank: int, size: int, make: Make = made) -> tuple[nn.Module, Step]:
+    """A process that does nothing to send gradients, with its rows. A sharded model sends them itself."""
+    net, rows = make(task, size)
     step, own = stepping(net), rows.chunk(size)[rank]
     return net, lambda: step(own)
 
@@ -105,12 +113,12 @@ def in_ddp(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
     return net, lambda: step(own)
 
 
-def under_strategy(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
+def under_strategy(task: Task, rank: int, size: int, make: Make = made) -> tuple[nn.Module, Step]:
     """The same under a strategy, which splits the rows of all."""
     torchstrategy = importlib.import_module("torchstrategy")  # here: it would count in the start of DDP, too
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
     with strategy.scope():
-        net, rows = made(task, size)
+        net, rows = make(task, size)
         step = stepping(net)
     (dealt,) = strategy.experimental_distribute_dataset([rows])
     return net, lambda: strategy.run(step, args=(dealt,))
@@ -126,24 +134,6 @@ def sharded(task: Task, size: int) -> tuple[nn.Module, torch.Tensor]:
     for part in (*blocks, net):
         fully_shard(part)
     return net, torch.randn(task.rows * size, 8, width)
-
-
-def in_shards(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
-    """A process of a plain script with FSDP2, with its rows."""
-    net, rows = sharded(task, size)
-    step, own = stepping(net), rows.chunk(size)[rank]
-    return net, lambda: step(own)
-
-
-def in_shards_under_strategy(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
-    """The same under a strategy, which splits the rows of all."""
-    torchstrategy = importlib.import_module("torchstrategy")
-    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
-    with strategy.scope():
-        net, rows = sharded(task, size)
-        step = stepping(net)
-    (dealt,) = strategy.experimental_distribute_dataset([rows])
-    return net, lambda: strategy.run(step, args=(dealt,))
 
 
 def whole(net: nn.Module) -> torch.Tensor:

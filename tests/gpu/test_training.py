@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchstrategy
-from gpu.trainings import HAS_CUDA, ON, STRATEGIES, Recurrent, Training, compiled, flat, fused_adam, mlp, normalised
+from gpu.trainings import HAS_CUDA, IN_ONE_PRECISION, ON, STRATEGIES, Training, compiled, flat, mlp, normalised
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,14 +29,7 @@ pytestmark = [
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs CUDA")
 
 ALONE = ("one device", "central, parameters on the CPU")
-TRAININGS = {
-    "usual": Training(),
-    "loads ahead": Training(options=torchstrategy.InputOptions(load_ahead=True)),
-    "on a side stream": Training(on_side_stream=True),
-    "clipped": Training(clips=True),
-    "keeps gradients": Training(keeps_gradients=True),
-    "fused": Training(optimizer=fused_adam),
-    "recurrent": Training(make=Recurrent),
+TRAININGS = IN_ONE_PRECISION | {
     "compiled": Training(make=compiled),
     "half precision": Training(autocast=torch.bfloat16),
     "scaled": Training(autocast=torch.bfloat16, scales=True, clips=True, runs=8),

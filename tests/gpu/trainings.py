@@ -154,3 +154,14 @@ class Training:
 
 def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+
+
+IN_ONE_PRECISION = {
+    "usual": Training(),
+    "loads ahead": Training(options=torchstrategy.InputOptions(load_ahead=True)),
+    "on a side stream": Training(on_side_stream=True),
+    "clipped": Training(clips=True),
+    "keeps gradients": Training(keeps_gradients=True),
+    "fused": Training(optimizer=fused_adam),
+    "recurrent": Training(make=Recurrent),
+}

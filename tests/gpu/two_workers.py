@@ -8,21 +8,11 @@ import torch
 import torch.distributed as dist
 
 import torchstrategy
-from gpu.trainings import ON, Recurrent, Training, fused_adam
-
-TRAININGS = {
-    "usual": Training(),
-    "loads ahead": Training(options=torchstrategy.InputOptions(load_ahead=True)),
-    "on a side stream": Training(on_side_stream=True),
-    "clipped": Training(clips=True),
-    "keeps gradients": Training(keeps_gradients=True),
-    "fused": Training(optimizer=fused_adam),
-    "recurrent": Training(make=Recurrent),
-}
+from gpu.trainings import IN_ONE_PRECISION, ON
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for name, training in TRAININGS.items():
+    for name, training in IN_ONE_PRECISION.items():
         found = training.trained(torchstrategy.MultiWorkerMirroredStrategy(devices=[ON]))
         torch.testing.assert_close(found, replace(training, options=None).trained(None), rtol=1e-6, atol=1e-6)
         print(f"worker {dist.get_rank()}: {name}: equal", flush=True)
