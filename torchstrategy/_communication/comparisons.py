@@ -24,33 +24,35 @@ def by_name(value: object) -> dict[str, str]:
     }
 
 
-def told_apart(of_all: Sequence[tuple[str, Sequence[tuple[str, dict[str, str]]]]]) -> str:
+_Compared = Sequence[tuple[str, dict[str, str]]]  # by what it is called, the parts of each thing
+
+
+def told_apart(of_all: Sequence[tuple[str, _Compared]]) -> str:
     """What to say of workers that are at different exchanges, or compare different values at one.
 
     Args:
         of_all: For each worker where it is, and the parts of all that it compares there.
     """
     places = [place for place, _ in of_all]
-    if len(set(places)) > 1:  # and there they compare different things anyway
-        return APART.format(_listed(of_all, [f"is at {place}" for place in places]))
-    return _UNLIKE.format(places[0], _listed(of_all, ["has" for _ in places]))
+    differing = [_differing(compared, of_all) for _, compared in of_all]
+    if len(set(places)) == 1:
+        listed = [f"worker {w} has {', '.join(own) or 'nothing of this'}" for w, own in enumerate(differing)]
+        return _UNLIKE.format(places[0], ", ".join(listed))
+    listed = [", ".join([f"worker {w} is at {places[w]}", *own]) for w, own in enumerate(differing)]
+    return APART.format(", ".join(listed))
 
 
-def _listed(of_all: Sequence[tuple[str, Sequence[tuple[str, dict[str, str]]]]], beginnings: Sequence[str]) -> str:
-    """What each worker has that some other has not, after the beginning of what is said of it."""
+def _differing(compared: _Compared, of_all: Sequence[tuple[str, _Compared]]) -> list[str]:
+    """What one worker compares that is not the same in all."""
+    # Workers at different places compare different things anyway.
     are_at_one_place = len({place for place, _ in of_all}) == 1
-    listed = []
-    for w, (_, compared) in enumerate(of_all):
-        differing = []
-        for what, parts in compared:
-            theirs = [dict(others).get(what) for _, others in of_all]
-            for name, value in parts.items():
-                if any(are_at_one_place if one is None else one.get(name) != value for one in theirs):
-                    differing.append(f"{what} {name}={value}" if name else f"{what} {value}")
-        separator = " " if are_at_one_place else ", "
-        said = ", ".join(differing) or ("nothing of this" if are_at_one_place else "")
-        listed.append(f"worker {w} {beginnings[w]}{separator if said else ''}{said}")
-    return ", ".join(listed)
+    found = []
+    for what, parts in compared:
+        theirs = [dict(others).get(what) for _, others in of_all]
+        for name, value in parts.items():
+            if any(are_at_one_place if one is None else one.get(name) != value for one in theirs):
+                found.append(f"{what} {name}={value}" if name else f"{what} {value}")
+    return found
 
 
 def apart_in_groups(places: Mapping[int, str], names: Sequence[str]) -> tuple[str, list[int]]:
