@@ -134,6 +134,32 @@ def test_a_step_takes_little_more_than_its_optimizer_and_the_bytes_that_travel(
     assert 1 < ratio < BAR, ratio  # 1.04 to 1.14, where nothing is granted for launches and computing
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0], ids=["without-change", "with-change"])
+@pytest.mark.parametrize("fused", [False, True], ids=["loops", "fused"])
+def test_what_an_update_sends_does_not_depend_on_its_numbers(fused: bool, scale: float) -> None:
+    """torch does not count the writes of a fused update, so its parameters were compared by checksum, too.
+
+    A prediction that computes no numbers then said something else in each process, by what its memory happened to hold.
+    """
+    net = make_model(is_pinned=True)
+    strategy = torchstrategy.CentralStorageStrategy([DEVICE], "cpu")
+    strategy.distribute_module(net)
+    optimizer = strategy.distribute_optimizer(torch.optim.SGD(net.parameters(), lr=0.1, fused=fused))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (scale * net(torch.ones(1, WIDTH, device=DEVICE)).square().mean()).backward()
+        optimizer.step()
+
+    with virtual_time("H100") as trace:
+        for _ in range(5):
+            strategy.run(step)
+        trace.mark()
+        strategy.run(step)
+    sent = sum(copy.bytes for copy in trace.step(-1).copies if copy.bytes >= 2**20)
+    assert sent == 3 * BYTES  # the gradients, and the values at once and when the run begins, as above
+
+
 @pytest.mark.parametrize("is_inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "pageable"])
 def test_a_transformer_is_trained_as_on_the_device(contests: Any, is_pinned: bool, is_inside: bool) -> None:

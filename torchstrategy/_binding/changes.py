@@ -269,7 +269,8 @@ class TrackedTensors:
             unsure = self._watched - moved
             self.watch(self._watched)
         elif self._watched:
-            changed, unsure = self._uncounted.take(counted, counts_all)
+            # What was noted is known to be written, like what torch has counted.
+            changed, unsure = self._uncounted.take(counted | uncounted, counts_all)
             uncounted |= changed
         if uncounted or unsure:
             unsure -= uncounted | counted
