@@ -90,8 +90,8 @@ def train(plan: Plan, folder: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, _fail)
     say(f"PID {os.getpid()}")
-    # torchrun's own process has a thread that looks up the names of those that connect. A process that is forked in
-    # that moment gets the lock of the C library for it, which nobody gives back. So nobody connects until all are there.
+    # torchrun's own process has a thread that looks up the names of those that connect. A process that is forked in that
+    # moment gets the lock of the C library for it, which nobody gives back. So all are there before one connects.
     _wait(lambda: len(list(Path(folder).glob("[0-9].log"))) == plan.count, LONGEST_S)
     try:
         _train(plan)

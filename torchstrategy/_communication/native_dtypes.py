@@ -32,6 +32,8 @@ def can_be_added(dtype: torch.dtype) -> bool:
 
 def as_addable(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a dense tensor, in a form that can be added up; the tensor itself if that is one."""
+    if tensor.dtype in _ADDED and not (tensor.requires_grad or tensor.is_neg()):
+        return tensor
     tensor = _as_memory(tensor)
     return tensor.to(_ADDED_AS.get(tensor.dtype, tensor.dtype))
 

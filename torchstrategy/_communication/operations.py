@@ -66,10 +66,12 @@ def begin_sum(flat: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Wor
     Several pieces are under way at once: gloo has two threads, which add up and send by turns. NCCL does both at once.
     """
     pieces = [flat] if flat.nbytes <= PACK or not flat.is_cpu else flat.split(PACK // flat.element_size())
-    options = c10d.AllreduceOptions()
-    options.asyncOp = True
     for piece in pieces:
-        yield group.allreduce([piece], options)  # as `dist.all_reduce` does after a dozen checks
+        yield group.allreduce([piece], _AT_ONCE)  # as `dist.all_reduce` does after a dozen checks
+
+
+_AT_ONCE = c10d.AllreduceOptions()  # the call returns before the sum is there
+_AT_ONCE.asyncOp = True
 
 
 def split_sum(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -156,6 +156,11 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else version(tensor) for tensor in tensors]
 
 
+def are_all_there(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether none of some values is None."""
+    return type(None) not in set(map(type, tensors))
+
+
 def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all of some tensors have the layout `torch.strided`, and none is sparse."""
     return {torch.strided}.issuperset(_of_each(_of_tensor.layout.__get__, tensors))

@@ -6,12 +6,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import final
+from typing import Any, final
 
 import torch
 
 from torchstrategy._communication.workers import Workers
-from torchstrategy._core.torch_internals import raw_grads, set_raw_grads, version
+from torchstrategy._core.torch_internals import are_all_there, raw_grads, set_raw_grads, versions
 from torchstrategy._replication.tensor_copies import storage_of
 from torchstrategy._run.parameter_values import checksum, sum_of_bits
 from torchstrategy._run.trained_tensors import TrainedTensors
@@ -54,15 +54,19 @@ class AssignedGradients:
 
     def note_all(self) -> None:
         """Says that the gradients that are there are those of the whole batch."""
-        gradients = raw_grads(self._tensors.parameters)
-        self._known: list[Callable[[], torch.Tensor | None]]
-        self._known = [_nothing if gradient is None else weakref.ref(gradient) for gradient in gradients]
+        gradients: Sequence[Any] = raw_grads(self._tensors.parameters)
+        self._known: list[weakref.ref[Any]]
+        if are_all_there(gradients):
+            self._known = list(map(weakref.ref, gradients))
+        else:
+            self._known = [_NOTHING if gradient is None else weakref.ref(gradient) for gradient in gradients]
 
     def begin_run(self) -> None:
         """What the program has put into `.grad` between runs counts as gradients of the whole batch."""
         if self.find():
             self.note_all()
-        self._versions = [_version_of(gradient) for gradient in raw_grads(self._tensors.parameters)]
+        gradients: Sequence[Any] = raw_grads(self._tensors.parameters)
+        self._versions = versions(gradients) if are_all_there(gradients) else list(map(_version_of, gradients))
 
     def find_written(self, indices: Sequence[int] | None = None) -> list[int]:
         """The positions of parameters that have another gradient, or one that was written since the run began."""
@@ -83,10 +87,10 @@ class AssignedGradients:
             indices: The positions to look at. None: all.
         """
         parameters, known = self._tensors.parameters, self._known
-        if indices is not None:
+        if indices is not None and indices is not self._tensors.positions:
             parameters, known = [parameters[i] for i in indices], [known[i] for i in indices]
         gradients = raw_grads(parameters)
-        of_batch = [reference() for reference in known]
+        of_batch = list(map(_target, known))
         if all(map(is_, gradients, of_batch)):  # as mostly
             return []
         rows = zip(range(len(gradients)) if indices is None else indices, gradients, of_batch, strict=True)
@@ -139,16 +143,17 @@ class AssignedGradients:
         num_together = Counter(storage_of(gradient) for gradient in gradients if gradient is not None)
         changed = set()
         for i in indices:
-            gradient, known = gradients[i], self._known[i]()
+            gradient = gradients[i]
             assert gradient is not None
-            allowed = self._versions[i] + num_together[storage_of(gradient)] if gradient is known else 0
+            is_known = gradient is self._known[i]()
+            allowed = self._versions[i] + num_together[storage_of(gradient)] if is_known else 0
             if _version_of(gradient) > allowed:
                 changed.add(i)
         return changed
 
     def _refuse_ambiguous(self, indices: Sequence[int], total_weight: float) -> None:
         for i in indices:
-            if total_weight != 1.0 and self._known[i] is not _nothing:
+            if total_weight != 1.0 and self._known[i] is not _NOTHING:
                 raise RuntimeError(_AMBIGUOUS.format(self._tensors.names()[i]))
 
     def _add_up_some(
@@ -173,11 +178,15 @@ class AssignedGradients:
 
 
 def _version_of(gradient: torch.Tensor | None) -> int:
-    return -1 if gradient is None or gradient.is_inference() else version(gradient)
+    return -1 if gradient is None else versions([gradient])[0]
 
 
-def _nothing() -> None:
-    """Stands for a gradient that is not there."""
+class _Gone:
+    """A class whose objects nobody keeps."""
+
+
+_NOTHING: weakref.ref[Any] = weakref.ref(_Gone())  # stands for a gradient that is not there
+_target: Callable[[weakref.ref[Any]], Any] = weakref.ref.__call__  # what a reference refers to, or None
 
 
 def _weighed(gradient: torch.Tensor, weight: float) -> torch.Tensor:

@@ -13,8 +13,14 @@ from torchstrategy._run.gradient_plans import dtype_of_gradient
 
 def with_gradients(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The parameters that have a gradient, each with it."""
-    pairs = zip(parameters, raw_grads(parameters), strict=True)
+    gradients = raw_grads(parameters)
+    if _ONLY_NONE.issuperset(map(type, gradients)):  # as mostly
+        return []
+    pairs = zip(parameters, gradients, strict=True)
     return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+
+
+_ONLY_NONE = frozenset({type(None)})
 
 
 def weigh(numbers: torch.Tensor, weight: float) -> None:

@@ -14,6 +14,7 @@ import gc
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, Protocol, final
 
 import torch
@@ -22,6 +23,7 @@ from torchstrategy._communication.reductions import sum_of_sparse
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import undisturbed
 from torchstrategy._core.torch_internals import (
+    are_all_there,
     are_contiguous,
     are_sparse,
     have_gradient_hooks,
@@ -255,9 +257,10 @@ class OwnGradients:
         """The sum of each parameter's gradients, by where it has come."""
         sums: list[torch.Tensor | None] = [None] * len(own)
         for memory in memories:
-            for i, total in zip(
-                memory.pack.gradients, memory.sums_of_gradients(self._of_pack(own, memory)), strict=True
-            ):
+            of_pack = memory.sums_of_gradients(self._of_pack(own, memory), self._are_dense)
+            if len(of_pack) == len(own):  # as for a small model
+                return list(of_pack)
+            for i, total in zip(memory.pack.gradients, of_pack, strict=True):
                 sums[i] = total
         for i in plan.large:
             sums[i] = self._sums[i]
@@ -283,9 +286,11 @@ class OwnGradients:
     def _kinds(self, own: list[Any]) -> bytes:
         """What this worker has as the gradient of each parameter."""
         # Mostly, all parameters have a dense gradient.
-        self._are_plain = type(None) not in set(map(type, own)) and not any(are_sparse(own))
-        if self._are_plain:
+        self._are_dense = are_all_there(own) and not any(are_sparse(own))
+        if self._are_dense:
             kinds = bytearray([DENSE]) * len(own)
+            if not self._times and self._expected is not None and kinds == self._expected.kinds:
+                return self._expected.kinds  # as mostly, for a small model
         else:
             kinds = bytearray(NONE if g is None else SPARSE if g.is_sparse else DENSE for g in own)
         for i in (*self._sums, *self._waiting):
@@ -416,7 +421,7 @@ class OwnGradients:
     def _send_pack(self, memory: PackMemory, own: list[torch.Tensor | None], buffers: dict[int, torch.Tensor]) -> None:
         """Begins to send a pack."""
         gradients = self._of_pack(own, memory)
-        if not self._are_plain:
+        if not self._are_dense:
             positions = memory.pack.gradients
             gradients = [as_sent(g, self.tensors.parameters[i]) for i, g in zip(positions, gradients, strict=True)]
         memory.put_gradients(gradients, self.weight)
@@ -437,9 +442,11 @@ class OwnGradients:
 
     def _hand_out(self, totals: list[torch.Tensor | None]) -> None:
         parameters = self.tensors.parameters
-        if not all(are_contiguous(parameters)):
-            totals = list(map(laid_out, totals, parameters))
-        set_raw_grads(parameters, totals)
+        # The sums of small gradients stand where the gradients of this worker stood, which autograd has laid out.
+        if not all(map(is_, totals, raw_grads(parameters))):
+            if not all(are_contiguous(parameters)):
+                totals = list(map(laid_out, totals, parameters))
+            set_raw_grads(parameters, totals)
         for hooks in self._hooks:  # from here on, a hook may remove itself and others
             hooks.give_back()
         try:
@@ -462,7 +469,7 @@ class OwnGradients:
             return
         with undisturbed():
             own: list[torch.Tensor | None] = [None] * len(self.tensors.parameters)
-            self._sums, self._waiting, self._under_way, self._are_plain = {}, {}, [], False
+            self._sums, self._waiting, self._under_way, self._are_dense = {}, {}, [], False
             self._name = "the buffers that the step has written"
             self._num_compared = self._workers.num_compared
             plan = self._agree(bytes(len(own)), buffers, self._name)

@@ -256,16 +256,18 @@ class OwnObjects(Storage):
 
     def before_any_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer in the process takes a step, on its thread."""
-        name, parameters = type(optimizer).__name__, parameters_of(optimizer)
-        positions = list(map(self.gradients.tensors.index.get, map(id, parameters)))
-        ours = [i for i in positions if i is not None]
+        name, parameters, tensors = type(optimizer).__name__, parameters_of(optimizer), self.gradients.tensors
+        positions = list(map(tensors.index.get, map(id, parameters)))
+        ours, strange = tensors.positions, []
+        if positions != ours:  # mostly, an optimizer has all parameters, in their order
+            ours = [i for i in positions if i is not None]
+            others = [p for p, position in zip(parameters, positions, strict=True) if position is None]
+            strange = [p for p in others if not tensors.is_sharded(p)]
         if self._thread is None:
             # No run has made these gradients, as where the step is called by itself.
             if ours and self.gradients.has_others(ours):
                 warnings.warn(_BETWEEN_RUNS.format(name), UserWarning, stacklevel=2)
             return
-        others = [p for p, position in zip(parameters, positions, strict=True) if position is None]
-        strange = [p for p in others if not self.gradients.tensors.is_sharded(p)]
         if len(strange) == len(parameters) and id(optimizer) not in self._optimizers:
             # A step may make an optimizer for a copy of the model. One that has taken a step in an earlier run trains
             # something that every worker has, and that each would train with its own rows.

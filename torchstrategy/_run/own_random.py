@@ -45,6 +45,7 @@ class OwnRandom:
         self._begun = _States([])  # when the run began
         self._digest = b""  # of these states
         self._first = _States([])  # with which the replica's stream begins
+        self._generators = self.generators()  # those of the newest run
         self._shared: _States | None = None  # at which the stream for all workers was left
         self.mark = 0  # a number by which workers compare the states
         self._num_drawn = 0  # in so many runs the replica has drawn since the workers last compared
@@ -86,6 +87,7 @@ class OwnRandom:
 
     def begin_run(self) -> None:
         """From here on, the replica draws from its stream."""
+        self._generators = self.generators()
         states = self._states()
         self._shared = None
         if states.bits != self._begun.bits:
@@ -112,7 +114,7 @@ class OwnRandom:
         """Lets the generators begin a stream that is made of the states when the run began."""
         salt = stream.to_bytes(8, "little") if isinstance(stream, int) else stream.encode()
         digest = hashlib.blake2b(self._digest, digest_size=8, salt=salt).digest()
-        for generator in self.generators():
+        for generator in self._generators:
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)  # a seed is a signed 64-bit number
 
     def generators(self) -> Sequence[GeneratorLike]:
@@ -120,10 +122,10 @@ class OwnRandom:
         return generators_of(self._device, with_cpu=True)
 
     def _states(self) -> _States:
-        return _States([generator.get_state() for generator in self.generators()])
+        return _States([generator.get_state() for generator in self._generators])
 
     def _set(self, states: _States) -> None:
-        for generator, state in zip(self.generators(), states.tensors, strict=True):
+        for generator, state in zip(self._generators, states.tensors, strict=True):
             generator.set_state(state)
 
 

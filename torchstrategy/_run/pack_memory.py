@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from torchstrategy._communication.native_dtypes import can_be_added
 from torchstrategy._core.torch_internals import foreach_copy_
@@ -45,9 +47,11 @@ class PackMemory:
         self.gradients = parts[: len(pack.gradients)]
         self.buffers = dict(zip(pack.buffers, parts[len(pack.gradients) :], strict=True))
         num_gradients, num_averaged, num_taken = pack.sizes
-        self._weighed, self._averaged, self._taken, self._numbers = flat.split(
+        self._weighed, self._averaged, self._taken, numbers = flat.split(
             [num_gradients, num_averaged, num_taken, num_numbers]
         )
+        # The first pack, which has them, is in the memory of the CPU.
+        self._numbers: NDArray[Any] = numbers.numpy() if num_numbers else np.empty(0)
         # Buffers that are taken from one worker may have any dtype: the bytes of the others are zeros.
         self.sent = flat if can_be_added(flat.dtype) else flat.view(torch.uint8)
 
@@ -73,20 +77,27 @@ class PackMemory:
             self._taken.zero_()
 
     def put_numbers(self, numbers: Sequence[float]) -> None:
-        """Writes the numbers that ride along. They are in the memory of the CPU."""
-        self._numbers.numpy()[:] = numbers
+        """Writes the numbers that ride along."""
+        self._numbers[:] = numbers
 
     def sums_of_numbers(self) -> list[float]:
         """The sums of these numbers over all workers, once they are there."""
         sums: list[float] = self._numbers.tolist()
         return sums
 
-    def sums_of_gradients(self, own: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The sums over all workers, once they are there: in the memory of this worker's gradients, if it has any."""
-        sums = [
-            torch.empty_like(part) if gradient is None or gradient.layout is not torch.strided else gradient
-            for gradient, part in zip(own, self.gradients, strict=True)
-        ]
+    def sums_of_gradients(self, own: list[Any], are_dense: bool) -> list[torch.Tensor]:
+        """The sums over all workers, once they are there: in the memory of this worker's gradients, if it has any.
+
+        Args:
+            own: The gradients of this worker.
+            are_dense: Whether it has all of them, and none is sparse.
+        """
+        sums: list[torch.Tensor] = own
+        if not are_dense:
+            sums = [
+                torch.empty_like(part) if gradient is None or gradient.layout is not torch.strided else gradient
+                for gradient, part in zip(own, self.gradients, strict=True)
+            ]
         if sums:
             foreach_copy_(sums, self.gradients)
         return sums

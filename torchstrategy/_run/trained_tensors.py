@@ -52,6 +52,7 @@ class TrainedTensors:
         self.parameters = list(known.values())
         self._forms = self._list_forms()
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self.positions = list(range(len(self.parameters)))
         self._sharded_ids: set[int] = set()
         self._known_flags: list[bool] = []
         self._known_modes: list[bool] = []
