@@ -47,9 +47,9 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("nn",): [{"_losses", "_sync_batch_norm"}],
     ("testing",): [
-        {"_injection", "_instruments", "_refusals", "_simulation"},
-        {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_ranks", "_topologies"},
-        {"_machine", "_same_as_plain", "_virtual_time", "_worker_drift"},
+        {"_instruments", "_refusals", "_simulation"},
+        {"_counters", "_drift", "_leaks", "_lockstep", "_ranks", "_topologies"},
+        {"_faults", "_machine", "_same_as_plain", "_virtual_time", "_worker_drift"},
         {"_runner"},
         {"run"},
     ],
@@ -82,7 +82,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"limits", "virtual_time"},
     ],
     ("testing", "_ranks"): [
-        {"record", "torch_internals", "turns"},
+        {"injection", "record", "torch_internals", "turns"},
         {"lines", "moments", "tensors"},
         {"exchanges"},
         {"world"},
