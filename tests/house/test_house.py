@@ -47,10 +47,13 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("nn",): [{"_losses", "_sync_batch_norm"}],
     ("testing",): [
-        {"_instruments", "_refusals", "_simulation"},
-        {"_counters", "_drift", "_leaks", "_lockstep", "_ranks", "_topologies"},
-        {"_faults", "_machine", "_same_as_plain", "_virtual_time", "_worker_drift"},
+        {"_simulation"},
+        {"_ranks"},
+        {"_virtual_time"},
         {"_runner"},
+        {"_instruments", "_refusals"},
+        {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_replica_clocks", "_topologies"},
+        {"_machine", "_same_as_plain", "_worker_drift"},
         {"run"},
     ],
     ("testing", "_simulation"): [
