@@ -47,10 +47,13 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("nn",): [{"_losses", "_sync_batch_norm"}],
     ("testing",): [
-        {"_injection", "_instruments", "_refusals", "_simulation"},
-        {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_ranks", "_topologies"},
-        {"_machine", "_same_as_plain", "_virtual_time", "_worker_drift"},
-        {"_runner"},
+        {"_simulation"},
+        {"_ranks"},
+        {"_virtual_time"},
+        {"_runner"},  # up to here, nothing knows a strategy: see `WITHOUT_STRATEGIES`
+        {"_instruments", "_refusals"},
+        {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_replica_clocks", "_topologies"},
+        {"_machine", "_same_as_plain", "_worker_drift"},
         {"run"},
     ],
     ("testing", "_simulation"): [
@@ -82,7 +85,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"limits", "virtual_time"},
     ],
     ("testing", "_ranks"): [
-        {"record", "torch_internals", "turns"},
+        {"injection", "record", "torch_internals", "turns"},
         {"lines", "moments", "tensors"},
         {"exchanges"},
         {"world"},
@@ -106,6 +109,11 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"same_as_plain"},
     ],
 }
+
+
+# The rooms whose users need no strategy, and the words of the core that they may use: those that know no strategy.
+WITHOUT_STRATEGIES = {("testing", room) for room in ("_simulation", "_virtual_time", "_ranks", "_runner")}
+BASE_WORDS = {("_core", word) for word in ("errors", "expanded", "torch_internals", "trace", "worker_threads")}
 
 
 @functools.cache
@@ -165,6 +173,62 @@ def test_imports_only_go_down(path: Path) -> None:
         folder = here[:depth]
         below = imported[depth] if len(imported) > depth else "__init__"
         assert floor_of(folder, below) < floor_of(folder, here[depth]), f"{name_of(path)} imports {imported}"
+
+
+def knows_no_strategy(module: tuple[str, ...]) -> bool:
+    return module[:2] in WITHOUT_STRATEGIES or module[:2] in BASE_WORDS
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if knows_no_strategy(parts_of(path))], ids=name_of)
+def test_devices_clocks_ranks_and_the_runner_need_no_strategy(path: Path) -> None:
+    """Their users have DDP, FSDP or a loop of their own, and no strategy.
+
+    Such a user, or somebody who reads or mends these rooms, is not to meet the core, nor an error that speaks of it.
+    What replicas of strategies are in them comes from above, as `testing/_replica_clocks` does.
+    """
+    assert [found for found in modules_imported_by(path) if not knows_no_strategy(found)] == []
+
+
+WITHOUT_ANY_STRATEGY = """
+import sys
+import types
+
+# Packages without what their `__init__.py` imports.
+for name in ("torchstrategy", "torchstrategy.testing"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [name.replace(".", "/")]
+
+import torch
+import torch.distributed as dist
+
+import torchstrategy.testing._runner.command
+from torchstrategy.testing._ranks import run_ranks
+from torchstrategy.testing._simulation import record_streams, simulate_devices
+from torchstrategy.testing._virtual_time import virtual_time
+
+def main(rank):
+    torch.accelerator.set_device_index(rank)
+    dist.init_process_group("nccl")
+    one = torch.ones(4, device=f"sim:{rank}")
+    dist.all_reduce(one)
+    return one.sum().item()
+
+simulate_devices(2)
+with virtual_time("H100-SXM") as trace, record_streams():
+    results, record = run_ranks(main, 2)
+assert results == [8.0, 8.0] and trace.seconds > 0, (results, trace.seconds)
+print(*sorted(name for name in sys.modules if name.startswith("torchstrategy.")))
+"""
+
+
+def test_devices_clocks_and_ranks_run_where_there_is_no_strategy() -> None:
+    """The same, by running them: nothing else of the package is imported meanwhile."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ANY_STRATEGY], capture_output=True, text=True, cwd=PACKAGE.parent, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = [tuple(name.split(".")[1:]) for name in done.stdout.split()]
+    assert [module for module in loaded if len(module) > 1 and not knows_no_strategy(module)] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -56,7 +56,8 @@ def places_and_leaves(named: Iterable[Place]) -> tuple[dict[int, Place], dict[in
     places: dict[int, Place] = {}
     leaves: dict[int, Place] = {}
     others: list[Place] = []
-    for place in chain.from_iterable(_walk(*attribute, set()) for attribute in named):
+    walks = (_walk(attribute.path, attribute.original, attribute.local, set()) for attribute in named)
+    for place in chain.from_iterable(walks):
         where, value, copies = place
         if isinstance(value, torch.Tensor):
             if all(type(copied) is torch.Tensor and copied is not value for copied in copies):

@@ -363,6 +363,13 @@ def differing(columns: tuple[Sequence[object], ...], others: tuple[Sequence[obje
 # Writes that torch does not count
 
 
+class _Large(NamedTuple):
+    """The memory of a large tensor, as checksums are made of it."""
+
+    bits: torch.Tensor
+    num_columns: int
+
+
 @final
 class UncountedWrites:
     """Finds out whether some tensors were written without a change of their version.
@@ -379,10 +386,13 @@ class UncountedWrites:
         here = {key: _bits(tensor) for key, tensor in dense.items() if tensor.is_cpu}
         self._small = {key: bits for key, bits in here.items() if bits.nbytes <= _SMALL}
         self._kept = self._bits_of_small()
-        self._large = {key: (bits, _columns_of(dense[key])) for key, bits in here.items() if bits.nbytes > _SMALL}
+        large = {key: bits for key, bits in here.items() if bits.nbytes > _SMALL}
+        self._large = {key: _Large(bits, _columns_of(dense[key])) for key, bits in large.items()}
         self._is_exact = is_exact
         # The checksums of the large tensors, as far as they are known; None: the next call makes one.
-        self._sums: dict[int, torch.Tensor | None] = {k: _sums(*large) for k, large in self._large.items() if is_exact}
+        self._sums: dict[int, torch.Tensor | None] = {}
+        if is_exact:
+            self._sums.update((key, _sums_of(one)) for key, one in self._large.items())
         self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu})
         self._never_known = tensors.keys() - dense.keys()
         self._never_known |= {key for key, tensor in dense.items() if tensor.is_inference() and not tensor.is_cpu}
@@ -401,7 +411,7 @@ class UncountedWrites:
                 continue
             is_at_rest, before = key in self._sums, self._sums.pop(key, None)
             if key not in counted or self._is_exact:
-                self._sums[key] = sums = _sums(*large) if is_at_rest or self._is_exact else None
+                self._sums[key] = sums = _sums_of(large) if is_at_rest or self._is_exact else None
                 if key in counted:
                     continue
                 if before is None or sums is None:
@@ -486,7 +496,8 @@ class StepWrites:
     def written(self) -> set[int]:
         """The positions of the tensors that were written, or got other memory through `.data`."""
         counted = set(differing((versions(self.tensors), pointers(self.tensors)), (self._versions, self._pointers)))
-        return counted.union(*self._uncounted.take(counted))
+        written, unsure = self._uncounted.take(counted)
+        return counted | written | unsure
 
 
 # `valuerefs` makes a list at once: another thread may add a listener meanwhile.
@@ -547,11 +558,12 @@ def _columns_of(tensor: torch.Tensor) -> int:
     return next((c for c in _COLUMNS if all(step % (8 * c) for step in steps)), _COLUMNS[0])
 
 
-def _sums(bits: torch.Tensor, num_columns: int) -> torch.Tensor:
+def _sums_of(large: _Large) -> torch.Tensor:
     """Checksums of some memory: one sum for each column of its words.
 
     So a changed word shows, and so do two exchanged words, unless they are in one column.
     """
+    bits, num_columns = large.bits, large.num_columns
     begin = -bits.data_ptr() % 8
     words = bits[begin : begin + (bits.numel() - begin) // 8 * 8].view(torch.int64)
     whole = words.numel() // num_columns * num_columns

@@ -14,7 +14,7 @@ import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -59,28 +59,31 @@ class Translation:
         return MISSING
 
 
+class RunReplicas(NamedTuple):
+    """The replicas of one run, as far as attributes depend on them."""
+
+    num_replicas: int  # how many the strategy has
+    present: Sequence[int]  # those that take part
+    has_others: bool  # whether other processes have replicas, too
+    is_understudy: bool  # whether what this process computes does not count; then the first replica is present
+
+
 @dataclass(eq=False)
 class Trainer:
     """A trainer that becomes a proxy, and its attributes in each replica of one run.
 
     Args:
         original: The user's trainer. All of it is in its `__dict__`.
-        num_replicas: How many replicas the strategy has.
-        present: The replicas that take part in the run.
-        has_others: Whether other processes have replicas, too.
-        is_understudy: Whether what this process computes does not count. Then the first replica is present.
+        run: The replicas of the run.
         translation: What stands in the replicas for the values of attributes. None: the same values.
     """
 
     original: Any
-    num_replicas: int
-    present: Sequence[int]
-    has_others: bool = False
-    is_understudy: bool = False
+    run: RunReplicas
     translation: Translation | None = None
 
     def __post_init__(self) -> None:
-        self._translation = self.translation or Translation(self.num_replicas)
+        self._translation = self.translation or Translation(self.run.num_replicas)
         self._known: dict[Any, Any] = {}
         self._merged: dict[Any, Any] = {}
         self._begin()
@@ -88,7 +91,7 @@ class Trainer:
 
     def _begin(self) -> None:
         self._inside: dict[str, Any] = object.__getattribute__(self.original, "__dict__")
-        self.attributes: list[dict[Any, Any]] = [{} for _ in range(self.num_replicas)]
+        self.attributes: list[dict[Any, Any]] = [{} for _ in range(self.run.num_replicas)]
 
     def _now(self) -> dict[Any, Any]:
         """What the user's object holds now."""
@@ -107,33 +110,33 @@ class Trainer:
         """Copies to the replicas the attributes that were written for all of them, for example by a merge function."""
         now = self._now()
         found = list(edits(self._known, now))
-        for r in range(self.num_replicas) if found else ():
+        for r in range(self.run.num_replicas) if found else ():
             self._change(r, [edit._replace(after=self._translation.in_replica(edit.after, r)) for edit in found])
         self._known = now
 
     def put_together(self) -> None:
         """Makes one set of attributes of those that the replicas wrote, for `write_back`."""
         self._merged = {}
-        of_replicas = [self._of_replica(r) for r in range(self.num_replicas)]
+        of_replicas = [self._of_replica(r) for r in range(self.run.num_replicas)]
         translation = self._translation
         for name in dict.fromkeys(chain(self._known, *of_replicas)):
             before, now = self._known.get(name, MISSING), [own.get(name, MISSING) for own in of_replicas]
-            is_replaced = any(now[r] is not translation.in_replica(before, r) for r in self.present)
-            if is_replaced or translation.is_written(before, self.present):
+            is_replaced = any(now[r] is not translation.in_replica(before, r) for r in self.run.present)
+            if is_replaced or translation.is_written(before, self.run.present):
                 self._merged[name] = self._merged_value(name, now)
 
     def _merged_value(self, name: Any, of_replicas: Sequence[Any]) -> Any:
         """The value for the user's trainer; `MISSING` if it is to have none."""
         before = self._known.get(name, MISSING)
-        if self.is_understudy and isinstance(before, PerReplica):
+        if self.run.is_understudy and isinstance(before, PerReplica):
             return self._kept_by_understudy(before)
         # A replica that takes no part in the step keeps its value, if it had a value of its own.
-        present = range(self.num_replicas) if isinstance(before, PerReplica) else self.present
+        present = range(self.run.num_replicas) if isinstance(before, PerReplica) else self.run.present
         values = [value if r in present else ABSENT for r, value in enumerate(of_replicas)]
         first, *others = self._as_users_have(value for value in values if value is not ABSENT)
         # What another process has is another tensor.
-        is_own = self.has_others and isinstance(first, torch.Tensor)
-        if not self.has_others and self._translation.is_written(before, self.present):
+        is_own = self.run.has_others and isinstance(first, torch.Tensor)
+        if not self.run.has_others and self._translation.is_written(before, self.run.present):
             array = self._translation.merged_array(before, values)
             if array is not MISSING:
                 return array
@@ -141,10 +144,12 @@ class Trainer:
         if not is_own and all(_are_equal(value, first) for value in others):
             return first
         is_kept = self.translation is not None
-        if self.is_understudy:
+        if self.run.is_understudy:
             return PerReplica([ABSENT] * len(values), understudy=first, is_kept=is_kept)
         # Who takes no part goes on with what it had.
-        earlier = {r: value for r, value in enumerate(of_replicas) if r not in self.present and value is not MISSING}
+        earlier = {
+            r: value for r, value in enumerate(of_replicas) if r not in self.run.present and value is not MISSING
+        }
         components = [ABSENT if value is MISSING else value for value in values]
         for r, value in earlier.items():
             if not _still_counts(value):
@@ -157,7 +162,7 @@ class Trainer:
 
     def _kept_by_understudy(self, before: PerReplica[Any]) -> PerReplica[Any]:
         """What the user has where no replica of this process takes part: each goes on with what it had."""
-        count = self.num_replicas
+        count = self.run.num_replicas
         earlier = {r: value for r in range(count) if (value := in_replica(before, r, count)) is not MISSING}
         components = [earlier[r] if r in earlier and _still_counts(earlier[r]) else ABSENT for r in range(count)]
         shown = next(iter(earlier.values()), before.understudy)  # for the shape and dtype of what it does not have

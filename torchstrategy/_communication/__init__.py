@@ -16,7 +16,7 @@ Tensors of several replicas come in; copies of them on other devices, or their s
     network_interfaces  the addresses of the network interfaces that the user has chosen
     blame               which worker is lost, and why
     meeting             how workers find each other, and who has not come
-    threads             workers that are threads of one process, as tests run them
+    threads             how workers meet that are threads of one process, as tests run them
     joining             how a process joins groups of `torch.distributed`, and leaves them
     operations          operations of `torch.distributed` that are under way, and how they end
     process_group       workers that are joined by a process group of `torch.distributed`

@@ -141,8 +141,11 @@ class CrossDeviceOps:
                 dtype, or an option asks for what cannot be done.
             NotImplementedError: If the class does not say how.
         """
-        (pair,), options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
-        return _delivered(*pair) if _is_there(*pair) else self.reduce_implementation(reduce_op, *pair, options)
+        checked, options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
+        ((value, where),) = checked
+        if _is_there(value, where):
+            return _delivered(value, where)
+        return self.reduce_implementation(reduce_op, value, where, options)
 
     def batch_reduce(
         self,
@@ -168,8 +171,8 @@ class CrossDeviceOps:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(f"batch_reduce takes (value, destinations) pairs; got {pair!r}.")
         checked, options = self._checked("batch_reduce", reduce_op, pairs, options)
-        if all(_is_there(*pair) for pair in checked):
-            return [_delivered(*pair) for pair in checked]
+        if all(_is_there(value, where) for value, where in checked):
+            return [_delivered(value, where) for value, where in checked]
         return self.batch_reduce_implementation(reduce_op, checked, options)
 
     def broadcast(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
@@ -226,7 +229,7 @@ class CrossDeviceOps:
             value_destination_pairs: Distributed values of tensors, and the destinations of the results.
             options: How values are sent.
         """
-        return [self.reduce_implementation(reduce_op, *pair, options) for pair in value_destination_pairs]
+        return [self.reduce_implementation(reduce_op, value, to, options) for value, to in value_destination_pairs]
 
     def broadcast_implementation(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
         """Does what `broadcast` is called for. Subclasses may override it; by default, it copies to each destination.

@@ -19,10 +19,11 @@ from torchstrategy._communication.bounded import NoAnswer, ask
 from torchstrategy._communication.inherited import give_back, noting_sockets
 from torchstrategy._communication.lifelines import Lifelines
 from torchstrategy._communication.meeting import USUAL_LIMIT, Meeting, name_of
-from torchstrategy._communication.threads import MeetingOfThreads, are_threads
+from torchstrategy._communication.threads import MeetingOfThreads
 from torchstrategy._communication.workers import WorkerError, digest
 from torchstrategy._core.errors import described
 from torchstrategy._core.torch_internals import make_named_group, shared_store
+from torchstrategy._core.worker_threads import are_threads
 
 _LOOK_S = 0.05
 _dist: Any = dist  # where types do not say that it has stores

@@ -186,7 +186,9 @@ class Meeting:
         return self._ask(lambda: bool(self._store.check([str(worker)])))
 
     def _entry(self, worker: int) -> Entry:
-        return Entry(*json.loads(self._ask(lambda: self._store.get(str(worker)))))
+        told = self._ask(lambda: self._store.get(str(worker)))
+        who, host, addresses, port, secret = json.loads(told)
+        return Entry(who=who, host=host, addresses=addresses, port=port, secret=secret)
 
     def _ask(self, call: Callable[[], _T]) -> _T:
         left = max(self._deadline - time.monotonic(), _REFUSED_S)
@@ -343,8 +345,9 @@ def _addresses(home: tuple[str, int] | None) -> list[str]:
     """Where other workers may reach this machine: by the chosen interfaces, as it reaches the store, or by its name."""
     found = chosen_addresses()
     if home is not None:
+        host, port = home
         with suppress(OSError):
-            family, kind, _, _, address = socket.getaddrinfo(*home, type=socket.SOCK_DGRAM)[0]
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(address)  # sends nothing
                 found.append(probe.getsockname()[0])

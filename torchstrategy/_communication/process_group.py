@@ -406,7 +406,8 @@ class ProcessGroup(Workers):
     def _apart_in_groups(self) -> WorkerError:
         """The error of workers that wait in different groups."""
         places = {w: str(word["text"]) for w, word in self._lines.waiting.items()}
-        return self._give_up(*comparisons.apart_in_groups({**places, self.index: self._waits_at}, self._names))
+        text, blamed = comparisons.apart_in_groups({**places, self.index: self._waits_at}, self._names)
+        return self._give_up(text, blamed)
 
     def _apart(self, where: str, signature: object, compared: Sequence[tuple[str, object]]) -> WorkerError:
         """The error of workers that are at different exchanges. All of them have found so, and say where they are."""

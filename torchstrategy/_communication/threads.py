@@ -1,39 +1,14 @@
-"""Workers that are threads of one process, as `torchstrategy.testing.run_ranks` runs them."""
+"""How workers meet that are threads of one process. Whether they are, `_core/worker_threads` says."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar, final
 
 from torchstrategy._communication.lifelines import Lifelines
 from torchstrategy._communication.meeting import name_of
 
 _T = TypeVar("_T")
-
-
-@final
-class _Here(threading.local):
-    is_worker = False
-
-
-_here = _Here()
-
-
-@contextmanager
-def worker_here() -> Iterator[None]:
-    """A block in which this thread is a worker, which other workers of this process join."""
-    _here.is_worker = True
-    try:
-        yield
-    finally:
-        _here.is_worker = False
-
-
-def are_threads() -> bool:
-    """Whether the workers that this thread joins are threads of this process."""
-    return _here.is_worker
 
 
 @final

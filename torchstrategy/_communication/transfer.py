@@ -85,7 +85,7 @@ def _broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> li
     """Copies of tensors of one CUDA device on each of several others."""
     sendable = [as_sendable(tensor) for tensor in tensors]
     _, *copies = comm.broadcast_coalesced(sendable, [tensors[0].device, *devices])
-    return [[from_sendable(*pair) for pair in zip(copy, tensors, strict=True)] for copy in copies]
+    return [[from_sendable(sent, like) for sent, like in zip(copy, tensors, strict=True)] for copy in copies]
 
 
 def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = False) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ which replica a thread is.
     options               what a person says about one run, one variable or one value function
     torch_internals       the only imports of private names of torch, each with its reason
     expanded              tensors of which several numbers lie at one place in memory
+    worker_threads        whether this thread stands for a process, as tests run workers
     types                 type aliases, and what the lower rooms know of a strategy, a replica's context and variables
     devices               which device a name means, and whether it is there
     streams               which streams of accelerators are current on a thread

@@ -308,8 +308,8 @@ class CallerState:
         for device_type, enabled, dtype in self.worn.autocast:
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
-        for pair in self.worn.saved_tensors:
-            torch_internals.push_saved_tensors_hooks(*pair)
+        for pack, unpack in self.worn.saved_tensors:
+            torch_internals.push_saved_tensors_hooks(pack, unpack)
         for mode in self.worn.function_modes:
             torch_internals.push_function_mode(mode)
         for mode in self.worn.dispatch_modes:
@@ -328,17 +328,23 @@ def _worn() -> _Worn:
     """What this thread has on now."""
     types = _types_with_autocast()
     # A replica that runs on the caller's thread comes here, too, so that there is no Python call for each type.
-    of_types = map(torch.is_autocast_enabled, types), map(torch.get_autocast_dtype, types)
-    autocast = list(zip(types, *of_types, strict=True))
-    cache, nesting = torch.is_autocast_cache_enabled(), _autocast_nesting()
+    are_enabled, dtypes = map(torch.is_autocast_enabled, types), map(torch.get_autocast_dtype, types)
+    autocast = list(zip(types, are_enabled, dtypes, strict=True))
     hooks: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
     while (pair := torch_internals.saved_tensors_hooks()) is not None:  # torch tells only the one that is in force
         hooks.insert(0, pair)
         torch_internals.pop_saved_tensors_hooks()
-    for pair in hooks:
-        torch_internals.push_saved_tensors_hooks(*pair)
-    modes = torch_internals.function_modes(), torch_internals.dispatch_modes()
-    return _Worn(autocast, cache, nesting, hooks, *modes, torch.get_num_threads())
+    for pack, unpack in hooks:
+        torch_internals.push_saved_tensors_hooks(pack, unpack)
+    return _Worn(
+        autocast=autocast,
+        autocast_cache=torch.is_autocast_cache_enabled(),
+        autocast_nesting=_autocast_nesting(),
+        saved_tensors=hooks,
+        function_modes=torch_internals.function_modes(),
+        dispatch_modes=torch_internals.dispatch_modes(),
+        num_threads=torch.get_num_threads(),
+    )
 
 
 def _autocast_nesting() -> int:

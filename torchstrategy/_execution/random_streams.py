@@ -119,13 +119,18 @@ class _GeneratorOf:
     device: Device
 
     def get_state(self) -> torch.Tensor:
-        return cast(torch.Tensor, self._module.get_rng_state(*self._which))
+        if self._is_the_only_one:
+            return cast(torch.Tensor, self._module.get_rng_state())
+        return cast(torch.Tensor, self._module.get_rng_state(self.device))
 
     def set_state(self, new_state: torch.Tensor) -> None:
-        self._module.set_rng_state(new_state, *self._which)
+        if self._is_the_only_one:
+            self._module.set_rng_state(new_state)
+        else:
+            self._module.set_rng_state(new_state, self.device)
 
     def manual_seed(self, seed: int) -> None:
-        with torch.accelerator.device_index(self.device.index) if self._which else nullcontext():
+        with nullcontext() if self._is_the_only_one else torch.accelerator.device_index(self.device.index):
             self._module.manual_seed(seed)  # that of the current device
 
     @property
@@ -133,6 +138,6 @@ class _GeneratorOf:
         return torch.get_device_module(self.device.type)
 
     @property
-    def _which(self) -> tuple[Device, ...]:
-        """What tells the functions which device is meant. Those for the only device of a type need not take it."""
-        return () if device_count(self.device.type) == 1 else (self.device,)
+    def _is_the_only_one(self) -> bool:
+        """Whether there is no other device of its type. Then the functions need not take a device."""
+        return device_count(self.device.type) == 1

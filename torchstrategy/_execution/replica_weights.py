@@ -218,8 +218,11 @@ class _OfWorker(NamedTuple):
     def unpacked(cls, data: bytes) -> _OfWorker:
         count = (len(data) - _HEAD) // _OF_REPLICA
         has_news, is_asked, *numbers = struct.unpack(f"<2?{count * 'd2?'}", data)
-        replicas = [_Told(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
-        return cls(replicas, has_news, is_asked)
+        replicas = []
+        for i in range(0, len(numbers), 3):
+            weight, is_absent, has_rows = numbers[i : i + 3]
+            replicas.append(_Told(weight=weight, is_absent=is_absent, has_rows=has_rows))
+        return cls(replicas=replicas, has_news=has_news, is_asked_to_leave=is_asked)
 
 
 _HEAD, _OF_REPLICA = struct.calcsize("<2?"), struct.calcsize("<d2?")

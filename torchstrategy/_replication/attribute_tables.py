@@ -52,7 +52,8 @@ def tables_of_tensors(
 ) -> list[Place]:
     """The `__dict__`s of some tensors of the user's, each with those of the replicas' tensors."""
     inside = zip(*(map(vars, of_replica) for of_replica in of_replicas), strict=True)
-    return [Place(*one) for one in zip(names, map(vars, tensors), inside, strict=True)]
+    places = zip(names, map(vars, tensors), inside, strict=True)
+    return [Place(path=name, original=table, local=of_all) for name, table, of_all in places]
 
 
 def by_path(things: Iterable[Place]) -> dict[str, Place]:

@@ -31,6 +31,7 @@ from torchstrategy._binding.hook_references import References, Way
 from torchstrategy._binding.module_traversal import HOOK_TABLES, held_plainly
 from torchstrategy._binding.object_attributes import (
     KeptContainer,
+    RunReplicas,
     SharedGlobal,
     Trainer,
     Translation,
@@ -42,7 +43,6 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.torch_internals import GLOBAL_MODULE_HOOKS
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.tensor_copies import copies_of
 
 
@@ -112,22 +112,20 @@ class KeptByHooks:
 
     def begin(
         self,
-        weights: ReplicaWeights,
+        run: RunReplicas,
         calls: Sequence[Any],
         others: Sequence[nn.Module],
         local: Sequence[Mapping[int, Any]],
         users: Callable[[], Mapping[int, Any]],
-        has_others: bool,
     ) -> KeptInRun | None:
         """What each replica has in a run; None if no hook reaches anything outside of the model.
 
         Args:
-            weights: How much the replicas count.
+            run: The replicas of the run.
             calls: The step and its arguments.
             others: Modules that the step names and that all replicas share.
             local: By replica, by the ids of the user's objects: the objects that the replica has in their place.
             users: Returns, by the ids of the replicas' objects, the user's objects in their place.
-            has_others: Whether other processes have replicas, too.
         """
         if not (self.hooks or self._shared_hooks(others)):
             return None
@@ -147,7 +145,7 @@ class KeptByHooks:
             self._devices,
         )
         self.is_under_way = True
-        return KeptInRun(found, step, holding, self._originals, self.own, tensors, weights, local, users, has_others)
+        return KeptInRun(found, step, holding, self._originals, self.own, tensors, run, local, users)
 
     def _take_holders(self, found: References, step: References) -> set[int]:
         """Adds what holds, in the step, a thing of which each replica has its own: it is to hold the replica's own.
@@ -211,10 +209,9 @@ class KeptInRun(Translation):
         originals: By their ids: containers, variables, tensors and arrays of the user's.
         own: By replica, by the ids of these: the replica's own.
         arrays: The tensors and arrays among them.
-        weights: How much the replicas count.
+        run: The replicas of the run.
         local: By replica, by the ids of the user's objects: the objects that the replica has in their place.
         users: Returns, by the ids of the replicas' objects, the user's objects in their place.
-        has_others: Whether other processes have replicas, too.
     """
 
     def __init__(
@@ -225,16 +222,15 @@ class KeptInRun(Translation):
         originals: Mapping[int, Any],
         own: Sequence[Mapping[int, Any]],
         arrays: _Arrays,
-        weights: ReplicaWeights,
+        run: RunReplicas,
         local: Sequence[Mapping[int, Any]],
         users: Callable[[], Mapping[int, Any]],
-        has_others: bool,
     ) -> None:
         super().__init__(len(own))
         self._own = own
         self._local = local
         self._arrays = arrays
-        self._present = weights.present
+        self._present = run.present
         self._made: dict[tuple[int, ...], PerReplica[Any]] = {}  # by the ids of their components
         self._rebinders = [ClosureRebinder({**mapping, **others}) for mapping, others in zip(local, own, strict=True)]
         self._steps = [ClosureRebinder(mapping, holding) for mapping in own]
@@ -246,20 +242,20 @@ class KeptInRun(Translation):
         self.parts: list[Trainer] = []
         self._named: dict[int, str] = {key: name for key, (name, _) in found.things.items()}
         self._global_parts: list[tuple[str, KeptContainer]] = []
-        of_run = self.num_replicas, weights.present, has_others, weights.is_understudy, self
         for key, (name, thing) in found.things.items():
             if is_all_in_dict(thing):
-                self.parts.append(Trainer(thing, *of_run))
+                self.parts.append(Trainer(thing, run, translation=self))
             elif key in originals and not isinstance(thing, _ARRAYS):
-                part = KeptContainer(thing, *of_run, own=[mapping[key] for mapping in own])
+                part = KeptContainer(thing, run, translation=self, own=[mapping[key] for mapping in own])
                 self.parts.append(part)
                 if key in as_shared:
                     self._global_parts.append((name, part))
         self._global_arrays = [key for key in arrays.known if key in as_shared]
         proxies = {id(part.original) for part in self.parts}
-        self.watched = [
-            SharedGlobal(*one, is_large=key in found.large) for key, one in found.shared.items() if key not in proxies
-        ]
+        self.watched: list[SharedGlobal] = []
+        for key, (name, thing) in found.shared.items():
+            if key not in proxies:
+                self.watched.append(SharedGlobal(name, thing, is_large=key in found.large))
         for (_, name), table in found.stored.items():
             self.watched.append(SharedGlobal(name, table, only=frozenset({name})))
 

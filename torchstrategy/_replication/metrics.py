@@ -94,7 +94,7 @@ class Metric:
         """
         fractions = [(r, replica_weights.fractions[r]) for r in replica_weights.present]
         names = dict.fromkeys(name for _, name in self._given)
-        own = {name: [self._counted(name, *one) for one in fractions] for name in names}
+        own = {name: [self._counted(name, r, fraction) for r, fraction in fractions] for name in names}
         here = {} if replica_weights.is_understudy else own  # an understudy has counted nothing
         touched = [name for name, counted in here.items() if any(one.is_touched for one in counted)]
         point = f"the states of {self.name}"
@@ -111,8 +111,9 @@ class Metric:
         for of_worker in self.workers.all_gather_object(sent, point):
             for name, counted in of_worker.items():
                 device = self._device_of(name)
-                arrived = [_Counted(_on(device, value), *rest) for value, *rest in counted]
-                together.setdefault(name, []).extend(arrived)
+                there = together.setdefault(name, [])
+                for value, is_touched, fraction in counted:
+                    there.append(_Counted(_on(device, value), is_touched, fraction))
         return together
 
     def _device_of(self, name: str) -> Any:

@@ -144,7 +144,7 @@ class ModuleReplica:
     def __init__(self, originals: Originals, layout: Placement, replica: int) -> None:
         roots, modules, parameters, buffers, slots, late, kept = originals
         self.number = replica
-        self._which = replica, len(layout.devices)
+        self._num_replicas = len(layout.devices)
         self._kept = kept
         self.device = device = memory_device(layout.devices[replica])
         self._copy_parameters(owners := parameters.tensors, layout)
@@ -221,7 +221,7 @@ class ModuleReplica:
             if isinstance(held, _ONE_FOR_ALL) or is_variable(held):
                 own[id(held)] = held
             elif isinstance(held, PerReplica):
-                component = in_replica(held, *self._which)
+                component = in_replica(held, self.number, self._num_replicas)
                 if isinstance(component, torch.Tensor) and not component.numel():
                     component = component.to(self.device)
                 own[id(held)] = component

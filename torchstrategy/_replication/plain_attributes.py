@@ -18,7 +18,6 @@ from operator import is_
 from typing import Any, final
 
 import torch
-from torch import nn
 
 from torchstrategy._binding import attribute_contents as contents
 from torchstrategy._binding.attribute_contents import ATTRIBUTE, PLAIN, Place
@@ -38,11 +37,10 @@ from torchstrategy._core.types import Device
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.attribute_tables import AttributesOfTensors, by_path, tables_of_tensors
 from torchstrategy._replication.copyable import refuse_trainable
-from torchstrategy._replication.kept_by_hooks import KeptByHooks
-from torchstrategy._replication.late_attributes import Late, Later
+from torchstrategy._replication.late_attributes import Later
 from torchstrategy._replication.merged_values import Items, Look, Merger
 from torchstrategy._replication.metrics import states_of
-from torchstrategy._replication.module_replica import ModuleReplica, uncopyable
+from torchstrategy._replication.module_replica import ModuleReplica, Originals, uncopyable
 from torchstrategy._replication.tensor_copies import storage_of
 from torchstrategy._replication.waiting_attributes import WaitingAttributes
 
@@ -54,36 +52,25 @@ class PlainAttributes:
 
     Args:
         replicas: The copies of the modules in each replica.
-        modules: The user's modules.
-        paths: What to call each of them.
-        late: The attributes that are copied when a step reads them.
-        owners: The user's parameters. Other code keeps their values in step.
-        names: What to call each of them.
-        buffers: The user's buffers. Other code keeps their values in step, too.
-        buffer_names: What to call each of them.
+        originals: What they are copies of. Other code keeps the values of parameters and buffers in step. What hooks
+            keep is not looked at here, also if an attribute holds it.
+        paths: What to call each of the user's modules.
+        names: What to call each of the user's parameters.
+        buffer_names: What to call each of the user's buffers.
         device: Where the user's parameters are.
-        kept: What hooks keep. It is not looked at here, also if an attribute holds it.
     """
 
     replicas: Sequence[ModuleReplica]
-    modules: InitVar[Sequence[nn.Module]]
+    originals: InitVar[Originals]
     paths: InitVar[Sequence[str]]
-    late: InitVar[Late]
-    owners: InitVar[Sequence[torch.Tensor]]
     names: InitVar[Sequence[str]]
-    buffers: TrackedTensors
     buffer_names: Sequence[str]
     device: Device
-    kept: KeptByHooks
 
-    def __post_init__(
-        self,
-        modules: Sequence[nn.Module],
-        paths: Sequence[str],
-        late: Late,
-        owners: Sequence[torch.Tensor],
-        names: Sequence[str],
-    ) -> None:
+    def __post_init__(self, originals: Originals, paths: Sequence[str], names: Sequence[str]) -> None:
+        modules, owners = originals.modules, originals.parameters.tensors
+        self.buffers = originals.buffers
+        self.kept = originals.kept
         self.parameters = set(map(id, owners))
         # No reference to the tensors themselves: those that are in no module live as long as the user holds them.
         self._of_parameters = tables_of_tensors(names, owners, [replica.parameters for replica in self.replicas])
@@ -103,7 +90,7 @@ class PlainAttributes:
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._collect_fixed_tables()
         copied = {path: [r.local_objects[id(module)] for r in self.replicas] for path, module in of_paths.items()}
-        self._late = WaitingAttributes(self._modules, copied, late, self._take_brought)
+        self._late = WaitingAttributes(self._modules, copied, originals.late, self._take_brought)
         self._collect()
 
     def _collect(self) -> None:

@@ -121,9 +121,9 @@ class ReplicatedModules:
         self._structure = Snapshot(tables_of(self._insides))
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
-        tensors = self.owners, self.names, self._buffers, self._buffer_names
-        known = late, *tensors, self._home, self.kept
-        self.attributes = PlainAttributes(self.replicas, modules, self._paths, *known)
+        self.attributes = PlainAttributes(
+            self.replicas, originals, self._paths, self.names, self._buffer_names, self._home
+        )
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
         self._overlaps: list[list[int]] = []
         self._pointers: list[list[int]] = []

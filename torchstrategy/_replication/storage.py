@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrategy._binding.changes import listen_to_data
 from torchstrategy._binding.module_traversal import parts_of
-from torchstrategy._binding.object_attributes import SharedGlobal, SharedTrainer, Trainer
+from torchstrategy._binding.object_attributes import RunReplicas, SharedGlobal, SharedTrainer, Trainer
 from torchstrategy._binding.proxies import install, is_all_in_dict, is_torchs, parameters_of, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps, watched
@@ -258,26 +258,24 @@ class ReplicatedStorage(Storage):
         steppers = list({id(stepper): stepper for stepper in found}.values())
         with undisturbed():
             make_ready(steppers, self.parameter_device)
-        has_others, n = self.layout.workers.count > 1, len(self.devices)
-        kept = self._kept_by_hooks(copies, replica_weights, named, [fn, *leaves])
+        n = len(self.devices)
+        run = RunReplicas(
+            num_replicas=n,
+            present=replica_weights.present,
+            has_others=self.layout.workers.count > 1,
+            is_understudy=replica_weights.is_understudy,
+        )
+        kept = self._kept_by_hooks(copies, run, named, [fn, *leaves])
         of_hooks = set() if kept is None else kept.known
         named_trainers = named.trainers() if n > 1 else []
         named_trainers = [pair for pair in named_trainers if id(pair[1]) not in of_hooks]
-        of_run = n, replica_weights.present, has_others, replica_weights.is_understudy
-        trainers = [Trainer(thing, *of_run) for _, thing in named_trainers if is_all_in_dict(thing)]
+        trainers = [Trainer(thing, run) for _, thing in named_trainers if is_all_in_dict(thing)]
         shared: list[SharedTrainer | SharedGlobal] = []
         if n > 1:
-            shared += [SharedTrainer(*pair) for pair in named_trainers if not is_all_in_dict(pair[1])]
+            shared += [SharedTrainer(name, one) for name, one in named_trainers if not is_all_in_dict(one)]
         if n > 1 and kept is not None:
             proxies = {id(trainer.original) for trainer in trainers}
             shared += [one for one in kept.watched if id(one.thing) not in proxies]
-        # The parameters and trainable tensors of which replicas have no copies.
-        unknown = [(name, tensor) for name, tensor in named.tensors if id(tensor) not in copies.known]
-        outsiders = [(tensor, f"{name}, a tensor of shape {tuple(tensor.shape)},") for name, tensor in unknown]
-        for name, module in named.modules:
-            if id(module) not in self._modules:
-                pairs = ((parameter, f"{name}.{path}") for path, parameter in module.named_parameters())
-                outsiders += [pair for pair in pairs if id(pair[0]) not in copies.known]
         several = len(replica_weights.present) > 1
         # None if the step reaches no tensor that all replicas share.
         may_share = named.others or named.tensors or any(id(module) not in self._modules for _, module in named.modules)
@@ -285,11 +283,32 @@ class ReplicatedStorage(Storage):
         may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
         is_plain = may_be_plain and PLAIN_BATCH not in self._warned and has_plain_rows(leaves)
         before = trained(copies.replicated.owners) if is_plain else None
-        parts = copies, replica_weights, outsiders, steppers, trainers, shared, kept, cross_replica, watch
-        return ReplicatedRun(*parts, self._warned, before)
+        return ReplicatedRun(
+            copies=copies,
+            replica_weights=replica_weights,
+            outsiders=self._outsiders(copies, named),
+            steppers=steppers,
+            trainers=trainers,
+            shared_trainers=shared,
+            kept=kept,
+            enter_cross_replica=cross_replica,
+            watch=watch,
+            warned=self._warned,
+            trained_before=before,
+        )
+
+    def _outsiders(self, copies: ReplicaSet, named: StepReferences) -> list[tuple[torch.Tensor, str]]:
+        """The parameters and trainable tensors of which replicas have no copies, each with its name."""
+        unknown = [(name, tensor) for name, tensor in named.tensors if id(tensor) not in copies.known]
+        outsiders = [(tensor, f"{name}, a tensor of shape {tuple(tensor.shape)},") for name, tensor in unknown]
+        for name, module in named.modules:
+            if id(module) not in self._modules:
+                pairs = ((parameter, f"{name}.{path}") for path, parameter in module.named_parameters())
+                outsiders += [pair for pair in pairs if id(pair[0]) not in copies.known]
+        return outsiders
 
     def _kept_by_hooks(
-        self, copies: ReplicaSet, replica_weights: ReplicaWeights, named: StepReferences, calls: Sequence[Any]
+        self, copies: ReplicaSet, run: RunReplicas, named: StepReferences, calls: Sequence[Any]
     ) -> KeptInRun | None:
         """What each replica has for what hooks keep outside of the model."""
         replicated = copies.replicated
@@ -297,12 +316,11 @@ class ReplicatedStorage(Storage):
         if not (replicated.kept.hooks or modules or any(GLOBAL_MODULE_HOOKS)):
             return None
         return replicated.kept.begin(
-            replica_weights,
+            run,
             calls,
             others=[part for module in modules for part in module.modules()],
             local=[replica.local_objects for replica in replicated.replicas],
             users=replicated.known_in_replicas,
-            has_others=self.layout.workers.count > 1,
         )
 
     @property

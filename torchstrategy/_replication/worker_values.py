@@ -58,7 +58,7 @@ def take_from_first_worker(
             generator.set_state(state)
     sparse = [(name, t) for name, t in whole if t.layout is not torch.strided]
     if sparse:  # such as the adjacency matrix of a graph: it is data, which all workers have read
-        refuse_other_values(workers, *zip(*sparse, strict=True))
+        refuse_other_values(workers, names=[name for name, _ in sparse], tensors=[t for _, t in sparse])
 
 
 def _refuse_other_models(workers: Workers, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

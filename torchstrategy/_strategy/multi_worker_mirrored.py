@@ -220,11 +220,13 @@ def _check_timeout(timeout: object) -> None:
 
 def _place(resolver: ClusterResolver | None) -> Place:
     """Where this process stands, if a resolver or the environment says so; else it is alone."""
-    local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_rank, local_count = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if has_group():
-        return Place(dist.get_rank(), dist.get_world_size(), "", *local)
+        rank, count = dist.get_rank(), dist.get_world_size()
+        return Place(rank=rank, num_workers=count, local_rank=local_rank, local_count=local_count)
     if resolver is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", *local)
+        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return Place(rank=rank, num_workers=count, local_rank=local_rank, local_count=local_count)
     return _resolved(resolver or TFConfigClusterResolver())
 
 

@@ -17,6 +17,7 @@ from torchstrategy._binding.module_traversal import move
 from torchstrategy._communication.cross_device_ops import ON_ONE_DEVICE, CrossDeviceOps, delivered, devices_of
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
+from torchstrategy._communication.workers import Workers
 from torchstrategy._core import distributed_values
 from torchstrategy._core.context import (
     Frame,
@@ -206,12 +207,12 @@ class ReplicatedExtended(StrategyExtended):
 
     def _weights(self, storage: ReplicatedStorage, leaves: Sequence[Tree], options: RunOptions) -> ReplicaWeights:
         """How much each replica counts. Where there are several workers, they tell each other their rows."""
-        known = leaves, self._num_local, options, self._gradient_reduction
+        n, default = self._num_local, self._gradient_reduction
         if self._streams is None:
-            return ReplicaWeights.of(*known)
+            return ReplicaWeights.of(leaves, n, options, default)
         refuse_other_rows = mention_reads(self._workers, leaves)
         self._streams.begin()
-        weights = ReplicaWeights.of(*known, self._workers, storage.has_news)
+        weights = ReplicaWeights.of(leaves, n, options, default, self._workers, storage.has_news)
         refuse_other_rows()
         self._streams.settle()
         return weights
@@ -324,7 +325,8 @@ class ReplicatedExtended(StrategyExtended):
             values = [value if isinstance(value, PerReplica) else PerReplica(value.values) for value in apart]
             pairs = [(value, self._storage.parameter_device) for value in values]
             if len(pairs) == 1:
-                totals = [self._ops.reduce(op, *pairs[0], options)]
+                ((value, where),) = pairs
+                totals = [self._ops.reduce(op, value, where, options)]
             else:
                 totals = self._ops.batch_reduce(op, pairs, options)
             if op is ReduceOp.MEAN:  # that of integers is of torch's default dtype, also if one replica was present
@@ -352,7 +354,11 @@ class ReplicatedExtended(StrategyExtended):
     def _gather(self, value: Tree, axis: int) -> Tree:
         if not isinstance(value, DistributedValues):
             return gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
-        return self._of_all_workers(lambda *of_this: gathered(as_axis(axis), *of_this), value)
+
+        def put_together(values: Sequence[Tree], device: Device, workers: Workers, matter: bool) -> torch.Tensor:
+            return gathered(as_axis(axis), values, device, workers, matter)
+
+        return self._of_all_workers(put_together, value)
 
     def _gather_rows(self, value: Tree) -> list[Any]:
         if self._workers.count == 1 or (own_rows(value) is None and value):

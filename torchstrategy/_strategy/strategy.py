@@ -234,12 +234,12 @@ class StrategyBase:
             self._extended._refuse_run(error)
             raise
         require_cross_replica(self, "Strategy.run")
-        call = fn, tuple(args), dict(kwargs or {}), options or NO_OPTIONS
+        own_args, own_kwargs, chosen = tuple(args), dict(kwargs or {}), options or NO_OPTIONS
         try:
             if not is_profiling():
-                return self._extended._run(*call)
+                return self._extended._run(fn, own_args, own_kwargs, chosen)
             with traced("run {}", fn):
-                return self._extended._run(*call)
+                return self._extended._run(fn, own_args, own_kwargs, chosen)
         except BaseException as error:
             __tracebackhide__ = True  # pytest knows this name
             hide_frames(error)

@@ -158,11 +158,11 @@ class StrategyExtended(VariablesOfExtended):
         """
         require_cross_replica(self._container_strategy(), "call_for_each_replica")
         try:
-            given = tuple(args), dict(kwargs or {})
+            own_args, own_kwargs = tuple(args), dict(kwargs or {})
         except (TypeError, ValueError) as error:
             self._refuse_run(error)
             raise
-        return self._run(fn, *given, NO_OPTIONS)
+        return self._run(fn, own_args, own_kwargs, NO_OPTIONS)
 
     def reduce_to(
         self,

@@ -39,6 +39,7 @@ from torchstrategy._core.context import undisturbed
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import have_gradient_hooks, raw_grad, raw_grads, set_raw_grads, take_raw_grads
 from torchstrategy._core.trace import traced
+from torchstrategy._core.types import Device
 from torchstrategy._execution.instruments import combined_gradients
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._training.early_copies import EarlyCopies
@@ -345,9 +346,18 @@ class GradientReducer:
     ) -> tuple[dict[int, torch.Tensor], set[int]]:
         """The sums of all workers, and the positions of those that hooks see."""
         assert self._run is not None
-        brought = before, self.accumulated, combined, seen, self._early
-        self._early = EarlyReads()
-        reduction = WorkerReduction(self._workers, self._weights, self.owners, self.names, *brought)
+        early, self._early = self._early, EarlyReads()
+        reduction = WorkerReduction(
+            workers=self._workers,
+            weights=self._weights,
+            owners=self.owners,
+            names=self.names,
+            before=before,
+            accumulated=self.accumulated,
+            total=combined,
+            seen=seen,
+            early=early,
+        )
         self._run.before_workers_meet()
         reduction.meet()
         self._run.when_workers_have_met()
@@ -465,10 +475,13 @@ class GradientReducer:
         """The gradients of one replica, each on the device of the user's parameter."""
         arrived = {} if early is None else early.take(local)
         left = [index for index in local if index not in arrived]
-        places = {index: (self.owners[index].device, self.owners[index].is_pinned()) for index in left}
-        for place in dict.fromkeys(places.values()):
-            indices = [index for index in left if places[index] == place]
-            arrived.update(zip(indices, brought([local[index] for index in indices], *place), strict=True))
+        by_place: dict[tuple[Device, bool], list[int]] = {}
+        for index in left:
+            owner = self.owners[index]
+            by_place.setdefault((owner.device, owner.is_pinned()), []).append(index)
+        for (device, is_pinned), indices in by_place.items():
+            here = brought([local[index] for index in indices], device, is_pinned)
+            arrived.update(zip(indices, here, strict=True))
         return arrived
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:

@@ -411,7 +411,7 @@ def _refuse_different(name: str, brought: Sequence[_Given], host: OptimizerHost)
     for other, by_name in brought[1:]:
         alike = len(args) == len(other) and kwargs.keys() == by_name.keys()
         pairs = [*zip(args, other, strict=False), *((value, by_name.get(key)) for key, value in kwargs.items())]
-        if not alike or not all(_is_same(*pair) for pair in pairs):
+        if not alike or not all(_is_same(own, theirs) for own, theirs in pairs):
             raise ValueError(
                 f"{name} acts once for all replicas, and they gave it different arguments. Give it the same in each: "
                 "get_replica_context().all_reduce(...) makes one value of all."

@@ -403,8 +403,9 @@ class SlurmClusterResolver(_FixedResolver):
                 "SlurmClusterResolver(auto_set_gpu=True) sets CUDA_VISIBLE_DEVICES, which has no effect once torch has "
                 "looked for devices. Leave it out: srun --gpus-per-task=1 gives each task its own, as strategies do."
             )
-        count = _number(*_variable("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
-        nodes = expand_nodes(*_variable("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+        count = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        name, text = _variable("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        nodes = expand_nodes(name, text)
         of_nodes = _tasks_of_nodes(tasks_per_node, nodes)
         if sum(of_nodes) != count:
             raise ValueError(f"Slurm started {count} tasks, and {nodes} have {of_nodes}: say tasks_per_node=[...].")
@@ -420,7 +421,7 @@ class SlurmClusterResolver(_FixedResolver):
         if gpus_per_task is not None:
             self._accelerators = Counter(GPU=gpus_per_task)
         names = [(job, index) for job, n in jobs.items() for index in range(n)]
-        process = _number(*_variable("SLURM_PROCID"))
+        process = _number("SLURM_PROCID")
         if process >= count:
             raise ValueError(f"SLURM_PROCID={process} is no number of a task: Slurm started {plural(count, 'task')}.")
         self.task_type, self.task_id = names[process]
@@ -445,7 +446,9 @@ def _variable(*names: str) -> tuple[str, str]:
     )
 
 
-def _number(name: str, value: str) -> int:
+def _number(*names: str) -> int:
+    """The number that the first of these environment variables says that is set."""
+    name, value = _variable(*names)
     if re.fullmatch(r"\d{1,9}", value.strip()) is None:
         raise ValueError(f"{name}={shortened(value)} is no number of tasks: Slurm sets it to one such as '4'.")
     return int(value)

@@ -6,9 +6,11 @@ from torchstrategy.testing._faults import fail_in_replica, slow_replica
 from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks
 from torchstrategy.testing._lockstep import Lockstep
 from torchstrategy.testing._ranks import Collective, RankRecord, RanksStopped, fail_in_rank, run_ranks
+from torchstrategy.testing._replica_clocks import clocks_of_replicas as _clocks_of_replicas
 from torchstrategy.testing._same_as_plain import assert_same_as_plain
 from torchstrategy.testing._simulation import cuda_alias, record_streams, simulate_devices, simulated_devices
 from torchstrategy.testing._virtual_time import DeviceProfile, VirtualTrace, virtual_time
+from torchstrategy.testing._virtual_time.hosts import also_in_each_block as _also_in_each_block
 from torchstrategy.testing._worker_drift import assert_workers_agree
 
 __all__ = [
@@ -37,6 +39,9 @@ __all__ = [
     "slow_replica",
     "virtual_time",
 ]
+
+# Simulated devices, virtual time, ranks and the runner know no strategies: here the replicas of strategies join them.
+_also_in_each_block(_clocks_of_replicas)
 
 for _name in __all__:
     globals()[_name].__module__ = "torchstrategy.testing"

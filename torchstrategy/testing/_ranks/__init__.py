@@ -11,6 +11,7 @@ world            the ranks of a run, and what they exchange
 store            the store of `torch.distributed`
 groups           the process group
 belongings       what each rank has for itself, as a process has
+injection        failures that a test plans
 faults           ranks that fail where the test says
 run_ranks        runs the ranks
 """

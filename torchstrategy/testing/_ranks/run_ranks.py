@@ -12,8 +12,8 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from torchstrategy._communication.threads import worker_here
 from torchstrategy._core.errors import add_note, described, plural
+from torchstrategy._core.worker_threads import worker_here
 from torchstrategy.testing._ranks.belongings import Belongings
 from torchstrategy.testing._ranks.faults import Visits
 from torchstrategy.testing._ranks.groups import RankGroup

@@ -119,22 +119,22 @@ def side_by_side(first: Record, other: Record) -> list[Pair]:
     pairs: list[Pair] = []
     for r, one, two in zip(first.shares.present, other.seen, first.seen, strict=True):
         where = f" in replica {r}"
-        pairs += [Pair("losses", *rest, where) for rest in _matched(_RETURNED, one.returned, two.returned)]
-        pairs += [Pair("attributes", *rest, where) for rest in _matched(_ATTRIBUTE, one.attributes, two.attributes)]
+        pairs += _matched("losses", _RETURNED, one.returned, two.returned, where)
+        pairs += _matched("attributes", _ATTRIBUTE, one.attributes, two.attributes, where)
     return [*pairs, *_common(other, first)]
 
 
 def updates_agree(mine: Numbers, others: Numbers, tolerance: Tolerance) -> bool:
     """Whether two trainings are about to update from the same gradients."""
-    return not differences([Pair("gradients", *rest) for rest in _matched(_GRADIENT, mine, others)], tolerance)
+    return not differences(list(_matched("gradients", _GRADIENT, mine, others)), tolerance)
 
 
 def _common(record: Record, reference: Record) -> Iterator[Pair]:
-    counts = torch.tensor(len(record.updates)), torch.tensor(len(reference.updates))
-    yield Pair("gradients", "the number of optimizer steps", *counts)
+    steps, expected = torch.tensor(len(record.updates)), torch.tensor(len(reference.updates))
+    yield Pair("gradients", "the number of optimizer steps", steps, expected)
     for index, (one, two) in enumerate(zip(record.updates, reference.updates, strict=False)):
         label = _GRADIENT + (f" at update {index + 1}" if index else "")
-        yield from (Pair("gradients", *rest) for rest in _matched(label, one, two))
+        yield from _matched("gradients", label, one, two)
     for section, label, one, two in (
         ("gradients", _GRADIENT, record.gradients, reference.gradients),
         ("parameters", "the parameter `{}`", record.parameters, reference.parameters),
@@ -142,13 +142,13 @@ def _common(record: Record, reference: Record) -> Iterator[Pair]:
         ("tensors", "the tensor {}", record.tensors, reference.tensors),
         ("optimizer", "the optimizer's {}", record.optimizer, reference.optimizer),
     ):
-        yield from (Pair(section, *rest) for rest in _matched(label, one, two))
+        yield from _matched(section, label, one, two)
 
 
-def _matched(label: str, one: Numbers, two: Numbers) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
-    """The values of two tables by name, each pair with its name in a message."""
-    for name in _names(one, two):
-        yield label.format(name or "the value"), one.get(name), two.get(name)
+def _matched(section: str, label: str, got: Numbers, expected: Numbers, where: str = "") -> Iterator[Pair]:
+    """Pairs the values of two tables by name."""
+    for name in _names(got, expected):
+        yield Pair(section, label.format(name or "the value"), got.get(name), expected.get(name), where)
 
 
 def _names(*tables: Numbers) -> list[str]:

@@ -30,7 +30,7 @@ def install() -> None:
     accelerator.memory_allocated = _module.memory_allocated
     accelerator.max_memory_allocated = _module.max_memory_allocated
     accelerator.reset_peak_memory_stats = _module.reset_peak_memory_stats
-    setattr(*ENGINE, _Engine(getattr(*ENGINE)))
+    ENGINE.replace(_Engine(ENGINE.now()))
 
 
 @final

@@ -104,7 +104,7 @@ def _open_one() -> None:
             _exchange(owner, name, value)
         for owner, name in _TOLD_A_NAME:
             _exchange(owner, name, _told(getattr(owner, name)))
-        _exchange(*ENGINE, _Engine(getattr(*ENGINE)))
+        _exchange(ENGINE.owner, ENGINE.name, _Engine(ENGINE.now()))
         _exchange(threading.Thread, "start", _starts(threading.Thread.start))
         _exchange(torch, "compile", _compiles(torch.compile))
     _open += 1

@@ -18,7 +18,7 @@ def install() -> None:
     torch keeps what an operator returned for its arguments. Of those, only `"cuda"` without an index means another
     device at another time; and torch gives `"cuda"` its index before.
     """
-    setattr(*FAKE_CACHE_CHECK, _knowing_the_current_device(getattr(*FAKE_CACHE_CHECK)))
+    FAKE_CACHE_CHECK.replace(_knowing_the_current_device(FAKE_CACHE_CHECK.now()))
 
 
 def _knowing_the_current_device(check: Callable[..., None]) -> Callable[..., None]:

@@ -127,7 +127,7 @@ class _Arguments:
         self._operator = operator
         self._device: int | None = None
         self._stranger: torch.device | None = None  # the device of a tensor that should be on a simulated one
-        self._given = args, kwargs
+        self._given_args, self._given_kwargs = args, kwargs
         self._look(on_cpu_to_write if operator.written else on_cpu)
         if operator.written and overlap([tensor for tensor, _ in self._seen.values()]):
             self._look(Together())
@@ -135,16 +135,15 @@ class _Arguments:
     def _look(self, see: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._see = see
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the device's and the CPU's, by id
-        args, kwargs = self._given
-        self.args = [self._seen_by_cpu(value, i) for i, value in enumerate(args)]
-        names = self._operator.names
-        self.kwargs = {name: self._seen_by_cpu(value, names.index(name)) for name, value in kwargs.items()}
+        self.args = [self._seen_by_cpu(value, i) for i, value in enumerate(self._given_args)]
+        names, given = self._operator.names, self._given_kwargs
+        self.kwargs = {name: self._seen_by_cpu(value, names.index(name)) for name, value in given.items()}
 
     @property
     def device(self) -> int:
         """The index of the one device of the call."""
         if self._device is None:
-            return ordinal(self._given[1].get("device"))
+            return ordinal(self._given_kwargs.get("device"))
         if self._stranger is not None:
             raise mismatch(self._operator.name, torch.device(NAME, self._device), self._stranger)
         return self._device
@@ -161,7 +160,7 @@ class _Arguments:
 
     def given(self, position: int) -> Any:
         """The caller's argument at a position of the schema; None if there is none."""
-        return self._operator.argument(position, *self._given)
+        return self._operator.argument(position, self._given_args, self._given_kwargs)
 
     def __getitem__(self, position: int) -> Any:
         return self._operator.argument(position, self.args, self.kwargs)

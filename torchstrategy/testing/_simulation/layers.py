@@ -31,7 +31,7 @@ def _register_convolution(backend: Backend) -> None:
 
     @backend.kernel("convolution_backward_overrideable")
     def _convolution_backward(gradient: Any, inputs: Any, weight: Any, *options: Any) -> Any:
-        *geometry, wanted = options
+        *geometry, wanted = options  # stride, padding, dilation and so on, which both operators take in one order
         bias_sizes = [gradient.shape[1]] if wanted[2] else None
         return run_on_cpu(backward, gradient, inputs, weight, bias_sizes, *geometry, list(wanted))
 

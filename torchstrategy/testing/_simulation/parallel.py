@@ -28,7 +28,7 @@ def install() -> None:
     """Replaces the functions."""
     nccl: Any = torch.cuda.nccl
     nccl.is_available = _asked_for_cuda(nccl.is_available)
-    for place, copy in (
+    for replaced, copy in (
         (SCATTER, _scattered),
         (SCATTER_OUT, _scattered_to),
         (GATHER, _gathered),
@@ -37,7 +37,7 @@ def install() -> None:
         (BROADCAST_OUT, _broadcast_to),
         (BROADCAST_COALESCED, _broadcast_each),
     ):
-        setattr(*place, _either(copy, getattr(*place, None)))
+        replaced.replace(_either(copy, replaced.now()))
 
 
 def _asked_for_cuda(is_available: Callable[..., bool]) -> Callable[..., bool]:

@@ -313,7 +313,8 @@ class Recorder(Listener):
             self.races.append(race)
 
     def _note(self, stream: Stream, what: str, about: str) -> None:
-        self.events.append(StreamEvent(*stream, what, about))
+        device, stream_id = stream
+        self.events.append(StreamEvent(device, stream_id, what, about))
 
 
 @contextmanager

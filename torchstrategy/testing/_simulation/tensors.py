@@ -39,7 +39,7 @@ def install() -> None:
     # A default device acts on the functions in this list, which has to be made again with the new ones.
     list_device_constructors.cache_clear()
     cls.data = property(tensor_data.__get__, _set_data, doc=tensor_data.__doc__)
-    setattr(*MAY_SHARE_IMPLEMENTATION, _may_share_implementation(getattr(*MAY_SHARE_IMPLEMENTATION)))
+    MAY_SHARE_IMPLEMENTATION.replace(_may_share_implementation(MAY_SHARE_IMPLEMENTATION.now()))
 
 
 def _knowing_the_current_device(call: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ library itself needs are in `_core/torch_internals`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,18 +49,35 @@ register_python_backend: Any = getattr(backend_registration, "_setup_privateuseo
 # The methods that a parameter of a lazy module allows before its shape is known.
 _uninitialized: Any = torch.nn.UninitializedParameter
 ALLOWED_BEFORE_SIZES_ARE_KNOWN: list[Any] = _uninitialized._allowed_methods
-# C++ functions of torch that a simulated device replaces, as pairs of owner and name.
-ENGINE = (torch.autograd.Variable, "_execution_engine")
-MAY_SHARE_IMPLEMENTATION = (torch, "_has_compatible_shallow_copy_type")
-SCATTER, SCATTER_OUT = (torch._C, "_scatter"), (torch._C, "_scatter_out")
-GATHER, GATHER_OUT = (torch._C, "_gather"), (torch._C, "_gather_out")
-BROADCAST, BROADCAST_OUT = (torch._C, "_broadcast"), (torch._C, "_broadcast_out")
-BROADCAST_COALESCED = (torch._C, "_broadcast_coalesced")
+
+
+class Replaced(NamedTuple):
+    """A function or object of torch that a simulated device replaces: what has it as an attribute, and its name."""
+
+    owner: Any
+    name: str
+
+    def now(self) -> Any:
+        """What it is now; None if this torch does not have it."""
+        return getattr(self.owner, self.name, None)
+
+    def replace(self, value: Any) -> None:
+        """Puts something in its place."""
+        setattr(self.owner, self.name, value)
+
+
+# C++ functions of torch, and the object that runs backward.
+ENGINE = Replaced(torch.autograd.Variable, "_execution_engine")
+MAY_SHARE_IMPLEMENTATION = Replaced(torch, "_has_compatible_shallow_copy_type")
+SCATTER, SCATTER_OUT = Replaced(torch._C, "_scatter"), Replaced(torch._C, "_scatter_out")
+GATHER, GATHER_OUT = Replaced(torch._C, "_gather"), Replaced(torch._C, "_gather_out")
+BROADCAST, BROADCAST_OUT = Replaced(torch._C, "_broadcast"), Replaced(torch._C, "_broadcast_out")
+BROADCAST_COALESCED = Replaced(torch._C, "_broadcast_coalesced")
 # TorchScript knows the functions that it can compile by their ids, and what they are to it.
 scripted_as: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
 register_scripted: Callable[[Any, str], None] = torch.jit._builtins._register_builtin
 # Fake tensors keep what an operator returned for arguments that they have seen, unless this raises for them.
-FAKE_CACHE_CHECK = (FakeTensorMode, "_validate_cache_key")
+FAKE_CACHE_CHECK = Replaced(FakeTensorMode, "_validate_cache_key")
 NotForTheCache: Any = _BypassDispatchCache
 
 

@@ -4,7 +4,7 @@ profiles       what is known of GPUs
 spans          what takes time
 costs          how long an operator takes: the cost model
 collectives    how long a collective of ranks takes
-hosts          the clocks of the program, of replicas and of ranks
+hosts          the clocks of the program, of ranks, and of others who bring theirs
 clock          the clocks of streams and engines, and the rules
 timeline       a stretch of virtual time
 report         in words

@@ -1,18 +1,18 @@
-"""The clocks of the program: one for it, one for each replica while replicas run, and one for each rank.
+"""The clocks of the program: one for it, one for each rank, and those that others give to threads of theirs.
 
-Ranks are processes of their own. Replicas share Python's lock. So while several run, what takes the program a
-microsecond takes each of them as many as there are replicas; and the next turn goes to the one whose clock is behind.
+Ranks are processes of their own. Threads of one process share Python's lock: a clock with a `share` of 3 is one of
+three that go on at the same time, and what takes the program a microsecond takes each of them three.
+
+Who else has a clock of their own is not known here. `also_in_each_block` lets others, such as strategies with their
+replicas, come into each block of virtual time, and give their threads clocks there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import final
-
-from typing_extensions import override
-
-from torchstrategy._execution.instruments import END, START, Instrument, Turns
 
 
 @final
@@ -43,60 +43,28 @@ class Host:
 
 
 @final
-class _Run:
-    """A run of a strategy: the clock of its caller, and those of its replicas."""
-
-    def __init__(self, caller: Host, replicas: int) -> None:
-        self.hosts = [Host(caller.now, replicas, f"replica {i}") for i in range(replicas)]
-        self._caller = caller
-        self._running = replicas
-        self._have_met = False
-
-    @property
-    def is_over(self) -> bool:
-        return not self._running
-
-    def next(self, waiting: Sequence[int]) -> int:
-        if self._have_met:  # what the caller did for all of them is done
-            for host in self.hosts:
-                host.now = self._caller.now
-            self._have_met = False
-        return min(waiting, key=lambda replica: (self.hosts[replica].now, replica))
-
-    def meet(self) -> None:
-        """All replicas have come to a point; the caller waits for the last one."""
-        self._caller.now = max(self._caller.now, *(host.now for host in self.hosts))
-        self._have_met = True
-
-    def ended(self, host: Host) -> None:
-        """A replica has ended; the caller waits for it."""
-        self._caller.now = max(self._caller.now, host.now)
-        self._running -= 1
-
-
-@final
 class _Here(threading.local):
     def __init__(self) -> None:
         self.rank: Host | None = None  # whose thread this is
-        self.replica: tuple[_Run, Host] | None = None  # whose thread this is
-        self.calls: list[_Run] = []  # the runs that this thread has called
+        self.given: Host | None = None  # the clock that somebody has given to this thread
 
 
 @final
-class Hosts(Instrument):
+class Hosts:
     """Which clock the code is on that runs here."""
 
     def __init__(self) -> None:
         self.program = Host()
         self._here = _Here()
-        self._begun: _Run | None = None
         self._ranks: list[Host] = []  # of a run that has not ended
 
     def here(self) -> Host:
-        """The clock of the replica or rank whose thread this is, or else of the program. Other threads share that."""
-        if self._here.replica is not None:
-            return self._here.replica[1]
-        return self._here.rank or self.program
+        """The clock of this thread or of the rank whose thread it is, or else of the program."""
+        return self._here.given or self._here.rank or self.program
+
+    def give(self, host: Host | None) -> None:
+        """Gives this thread a clock of its own; None: takes it away."""
+        self._here.given = host
 
     def rank_begins(self, rank: int) -> None:
         """Gives the rank whose thread this is a clock of its own."""
@@ -108,31 +76,21 @@ class Hosts(Instrument):
         self.program.now = max([self.program.now, *(rank.now for rank in self._ranks)])
         self._ranks.clear()
 
-    def __repr__(self) -> str:
-        return "virtual_time()"  # as errors name who gives the turns
 
-    @override
-    def _begins(self, num_replicas: int) -> Turns | None:
-        self._begun = None
-        if num_replicas == 1:
-            return None  # it runs on the caller's thread, and so on the caller's clock
-        self._begun = _Run(self.here(), num_replicas)
-        self._here.calls.append(self._begun)
-        return self._begun.next
+# Returns what is entered with each block of virtual time, for the clocks of that block.
+ClocksOfOthers = Callable[[Hosts], AbstractContextManager[object]]
 
-    @override
-    def _reached(self, replica: int, where: str) -> None:
-        if where == START and self._begun is not None:
-            self._here.replica = self._begun, self._begun.hosts[replica]
-        elif where == END and self._here.replica is not None:
-            run, host = self._here.replica
-            run.ended(host)
-            self._here.replica = None
+_others: list[ClocksOfOthers] = []
 
-    @override
-    def _held(self, point: str) -> None:
-        calls = self._here.calls
-        while calls and calls[-1].is_over:
-            calls.pop()
-        if calls:
-            calls[-1].meet()
+
+def also_in_each_block(clocks_of_others: ClocksOfOthers) -> None:
+    """Lets each block of virtual time enter something of others, who have threads with clocks of their own.
+
+    It is entered before anything else of the block, so that it may refuse the block.
+    """
+    _others.append(clocks_of_others)
+
+
+def of_others() -> tuple[ClocksOfOthers, ...]:
+    """What `also_in_each_block` was called with."""
+    return tuple(_others)

@@ -110,7 +110,7 @@ class Timeline:
         for one in self.synchronizations:
             seconds, times = found.get((one.why, one.where), (0.0, 0))
             found[one.why, one.where] = seconds + one.seconds, times + 1
-        waits = [Wait(why, where, *measured) for (why, where), measured in found.items()]
+        waits = [Wait(why, where, seconds, times) for (why, where), (seconds, times) in found.items()]
         return sorted(waits, key=lambda wait: -wait.seconds)
 
     def lanes(self) -> Iterator[tuple[str, Sequence[Span | Synchronization | CpuWork]]]:

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torchstrategy.testing._instruments import in_force
-from torchstrategy.testing._refusals import refuse_in_replica
 from torchstrategy.testing._simulation.listeners import listeners, listening
 from torchstrategy.testing._simulation.ordinals import device_count
 from torchstrategy.testing._simulation.program import watching_the_cpu
 from torchstrategy.testing._simulation.shapes import computing_shapes_only
 from torchstrategy.testing._virtual_time.clock import Clock
-from torchstrategy.testing._virtual_time.hosts import Hosts
+from torchstrategy.testing._virtual_time.hosts import Hosts, of_others
 from torchstrategy.testing._virtual_time.profiles import DeviceProfile
 from torchstrategy.testing._virtual_time.trace import VirtualTrace
 
@@ -60,24 +58,29 @@ def virtual_time(
         >>> trace.seconds, trace.synchronizations
         (0.0, [])
     """
-    refuse_in_replica("virtual_time")
-    if isinstance(profile, str):
-        profile = DeviceProfile.named(profile)
-    elif not isinstance(profile, DeviceProfile):
-        raise TypeError(f"virtual_time takes the name of a GPU or a DeviceProfile; got {profile!r}.")
-    if any(isinstance(listener, Clock) for listener in listeners()):
-        raise RuntimeError("virtual_time() is at work already, and times all threads: leave that block first.")
     hosts = Hosts()
-    clock = Clock(profile, hosts, device_count())
     with ExitStack() as block:
+        for clocks_of_others in of_others():
+            block.enter_context(clocks_of_others(hosts))
+        known = _profile_named(profile)
+        if any(isinstance(listener, Clock) for listener in listeners()):
+            raise RuntimeError("virtual_time() is at work already, and times all threads: leave that block first.")
+        clock = Clock(known, hosts, device_count())
         if shapes_only:
             block.enter_context(computing_shapes_only())
-        block.enter_context(in_force(hosts))
         block.enter_context(listening(clock))
         block.enter_context(watching_the_cpu())
         if program_clock:
             block.enter_context(_answering_for(hosts))
         yield VirtualTrace(clock)
+
+
+def _profile_named(profile: object) -> DeviceProfile:
+    if isinstance(profile, str):
+        return DeviceProfile.named(profile)
+    if not isinstance(profile, DeviceProfile):
+        raise TypeError(f"virtual_time takes the name of a GPU or a DeviceProfile; got {profile!r}.")
+    return profile
 
 
 @contextmanager
