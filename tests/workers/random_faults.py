@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,8 +91,8 @@ def train(plan: Plan, folder: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, _fail)
     say(f"PID {os.getpid()}")
-    # torchrun's own process has a thread that looks up the names of those that connect. A process that is forked in that
-    # moment gets the lock of the C library for it, which nobody gives back. So all are there before one connects.
+    # torchrun's own process has a thread that looks up the names of those that connect. A process that is forked
+    # meanwhile gets the lock of the C library for it, which nobody gives back. So all are there before one connects.
     _wait(lambda: len(list(Path(folder).glob("[0-9].log"))) == plan.count, LONGEST_S)
     try:
         _train(plan)
@@ -109,6 +110,7 @@ def _train(plan: Plan) -> None:
     options: dict[str, Any] = {}
     if plan.loaders:
         options = {"multiprocessing_context": "fork", "persistent_workers": plan.keeps_loaders}
+        options["worker_init_fn"] = partial(_end_with, os.getpid())
     loader = DataLoader(TensorDataset(torch.ones(40, 4)), batch_size=5, num_workers=plan.loaders, **options)
     dataset = strategy.experimental_distribute_dataset(loader)
 
@@ -124,6 +126,15 @@ def _train(plan: Plan) -> None:
             steps += 1
             if steps == 3:
                 say("TRAINS")
+
+
+def _end_with(parent: int, loader_worker: int) -> None:
+    """Ends a worker of a loader whose parent has gone since it was forked.
+
+    torch lets it ask later who its parent is, so that it would wait for ever for the end of a process that took it in.
+    """
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _fail(number: int, frame: Any) -> None:

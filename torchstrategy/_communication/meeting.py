@@ -22,7 +22,7 @@ from torchstrategy._core.errors import described
 USUAL_LIMIT = timedelta(minutes=30)  # torch's own for a group
 _LOOK_S = 0.02  # how often a worker looks whether another one has come
 _REFUSED_S = 3.0  # how long a worker may refuse connections that has come: another process may have left its address
-_OVER, _HEARD = "over", "heard"  # keys: why the meeting is over, and how many workers know it
+_OVER, _HEARD = "over", "heard/"  # keys: why the meeting is over, and, with its number, that a worker knows it
 _LONGEST_CALL = 200  # bytes with which a worker says that it is one
 
 _T = TypeVar("_T")
@@ -116,13 +116,19 @@ class Meeting:
             text = f"{name_of(self._index, self._count)} failed: {described(error)}"
             self.lines.say("failed", text)
             self._try(lambda: self._store.set(_OVER, text))
-        self._try(lambda: self._store.add(_HEARD, 1))
+        self._try(lambda: self._store.set(f"{_HEARD}{self._index}", ""))
 
     def wait_for_others(self) -> None:
         """Lets the others hear why the meeting is over, before the process ends that keeps the store."""
         end = time.monotonic() + _REFUSED_S
-        while (self._try(lambda: self._store.add(_HEARD, 0)) or 0) < self._count - 1 and time.monotonic() < end:
+        while not self._have_others_heard() and time.monotonic() < end:
             time.sleep(_LOOK_S)
+            self.lines.listen()
+
+    def _have_others_heard(self) -> bool:
+        """Whether each of the others knows that the meeting is over, or has ended. Some may still be on their way."""
+        alive = [w for w in range(self._count) if w != self._index and w not in self.lines.ended]
+        return not alive or bool(self._try(lambda: self._store.check([f"{_HEARD}{w}" for w in alive])))
 
     def _watched(self, call: Callable[[], _T]) -> _T:
         try:

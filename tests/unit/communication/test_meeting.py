@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from torchstrategy import WorkerError
 from torchstrategy._communication.lifelines import Lifelines
@@ -38,3 +39,26 @@ def test_a_store_that_ended_with_its_worker_is_told_by_the_name_of_the_worker() 
     told = r"^Worker 0 of 2 has ended before all workers had joined\."
     with keeper, contextlib.closing(earlier), pytest.raises(WorkerError, match=told):
         meeting.meet()
+
+
+def test_who_keeps_the_store_waits_for_a_worker_that_has_not_connected_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted itself among those that had heard, and ended: the last one then named it, and not the culprit."""
+    store = dist.HashStore()
+    keeper, culprit, late = (Meeting(store, "The store", None, w, 3, timedelta(seconds=60)) for w in range(3))
+    monkeypatch.setattr(culprit, "look", raise_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        culprit.meet()
+    told = r"^worker 1 of 3 .* failed: KeyboardInterrupt"
+    with pytest.raises(WorkerError, match=told):
+        keeper.meet()
+    assert not keeper._have_others_heard()
+    with pytest.raises(WorkerError, match=told):
+        late.meet()
+    assert keeper._have_others_heard()
+    keeper.wait_for_others()
+    for meeting in (keeper, culprit, late):
+        meeting.lines.close()
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
