@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -118,13 +118,29 @@ class RunOptions:
         gradient_reduction: `MEAN`: the gradients of the replicas are averaged, each weighted by its number of
             examples, which is right for a loss that is a mean over examples. `SUM`: they are added, which is right for
             a loss that the step has divided by the global batch size. None: the reduction of the strategy.
-        examples: How many examples each replica has, for `MEAN`: one number for each replica. None: the numbers of
-            rows that the distributed dataset gave them; without a distributed dataset, the same number for each.
+        examples: How much each replica counts, for `MEAN`. Either one number for each replica; or a function that is
+            called for each replica with the arguments that the step gets there, before any step begins, and that
+            returns the number: an int, a float, a bool, or a tensor with one element on any device, which is read. For
+            a loss that is a mean over tokens, the function counts tokens. A replica without rows is not asked, and
+            counts 0. The gradient of a replica that counts 0 is dropped; if all of them do, rows count. None: what the
+            strategy was made with; without that, the numbers of rows that the distributed dataset gave to the replicas;
+            without a distributed dataset, the same number for each.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-        >>> options = torchstrategy.RunOptions(gradient_reduction="sum")
-        >>> strategy.run(lambda: None, options=options)
+        >>> with strategy.scope():
+        ...     model = torch.nn.Linear(1, 2)
+        >>> def step(inputs, targets):
+        ...     torch.nn.functional.cross_entropy(model(inputs), targets, ignore_index=-100).backward()
+        >>> def count(inputs, targets):  # one replica has two targets, and the other has one
+        ...     return (targets != -100).sum()
+        >>> batch = torch.ones(4, 1), torch.tensor([0, 1, -100, 1])
+        >>> (batch,) = strategy.experimental_distribute_dataset([batch])
+        >>> strategy.run(step, args=batch, options=torchstrategy.RunOptions(examples=count))
+        >>> gradient = model.weight.grad.clone()
+        >>> torch.nn.functional.cross_entropy(model(torch.ones(3, 1)), torch.tensor([0, 1, 1])).backward()  # adds
+        >>> torch.allclose(model.weight.grad, 2 * gradient)
+        True
 
     Differs from tf.distribute:
         TensorFlow ignores the TPU options on other strategies; here they are refused. TensorFlow does not have the last
@@ -132,7 +148,7 @@ class RunOptions:
 
     Raises:
         ValueError: If a TPU option is set, or an example count is negative.
-        TypeError: If `gradient_reduction` is no reduction.
+        TypeError: If `gradient_reduction` is no reduction, or `examples` is neither numbers nor a function.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/RunOptions
     """
@@ -142,7 +158,7 @@ class RunOptions:
     experimental_xla_options: None = None
     run_empty_replicas: bool = False
     gradient_reduction: ReduceOp | str | None = None
-    examples: Sequence[float] | None = None
+    examples: Sequence[float] | Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -151,13 +167,16 @@ class RunOptions:
                 raise ValueError(f"RunOptions({option.name}={said!r}) is an option of TPUs and has no meaning here.")
         if self.gradient_reduction is not None:
             object.__setattr__(self, "gradient_reduction", ReduceOp.of(self.gradient_reduction))
-        if self.examples is not None:
+        if self.examples is not None and not callable(self.examples):
             given = self.examples
             is_list = isinstance(given, Iterable) and not isinstance(given, (str, dict, set))
             items = given if is_list else ()
             examples = tuple(count.item() if isinstance(count, torch.Tensor) else count for count in items)
             if not is_list or not all(isinstance(count, Real) for count in examples):
-                raise TypeError(f"RunOptions(examples={given!r}): it is a list of numbers, one for each replica.")
+                raise TypeError(
+                    f"RunOptions(examples={given!r}): it is a list of numbers, one for each replica; or a function "
+                    "that is called with the arguments of the step, and returns how much a replica counts."
+                )
             if not all(0 <= count < float("inf") for count in examples):
                 raise ValueError(f"RunOptions(examples={examples}) counts examples: each is a number, not negative.")
             object.__setattr__(self, "examples", examples)

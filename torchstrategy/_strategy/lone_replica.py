@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from torchstrategy._core import distributed_values
@@ -25,6 +27,7 @@ def run_on_own_objects(
     kwargs: dict[str, Tree],
     options: RunOptions,
     default: ReduceOp,
+    counts: Sequence[float] | None = None,
 ) -> Tree:
     """Calls the step once, in this worker's replica.
 
@@ -39,11 +42,12 @@ def run_on_own_objects(
         kwargs: Its keyword arguments.
         options: What the user has said about the run.
         default: How gradients become one, where the options do not say.
+        counts: How much this replica counts, as a function of the user's has said.
     """
     workers = storage.layout.workers
     values = distributed_values.distributed_within((*args, *kwargs.values()))
     check_component_counts(values, 1)
-    weights = ReplicaWeights.of_lone_replicas(values, options, default, workers)
+    weights = ReplicaWeights.of_lone_replicas(values, options, default, workers, counts)
     device = storage.devices[0]
     # Where the step has the caller's default device, nobody needs to ask for it, which takes long.
     callers_device = torch.get_default_device() if needs_device_context(device) else None

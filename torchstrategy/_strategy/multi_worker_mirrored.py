@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
-from typing import Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch.distributed as dist
 
@@ -22,6 +22,7 @@ from torchstrategy._core.errors import plural, require_type
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._execution.worker_streams import WorkerStreams
+from torchstrategy._strategy.example_counts import check_count
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategies import devices_of_replicas, storage_of
 from torchstrategy._strategy.strategy import Strategy, StrategyBase
@@ -53,7 +54,9 @@ class MultiWorkerMirroredBase(StrategyBase):
         timeout: timedelta | None = None,
         gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
+        examples: Callable[..., Any] | None = None,
     ) -> None:
+        count = check_count(examples)
         require_type(cluster_resolver, ClusterResolver | None, "cluster_resolver is a ClusterResolver or None")
         _check_timeout(timeout)
         said = as_options(_NAME, communication_options)
@@ -77,7 +80,7 @@ class MultiWorkerMirroredBase(StrategyBase):
             )
         streams = WorkerStreams(workers, on[0]) if workers.count > 1 else None
         storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, workers=workers, streams=streams)
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction)))
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), examples=count))
         self._extended._cluster_resolver = cluster_resolver
 
 
@@ -115,6 +118,8 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
         gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
         buffer_aggregation: What becomes of the running statistics of normalisation layers; see
             `CentralStorageStrategy`.
+        examples: A function that says how much each replica counts; see `CentralStorageStrategy`. All workers give one,
+            or none does.
 
     Example:
         >>> strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu", "cpu"])  # the only worker
@@ -122,8 +127,8 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
         (2, True)
 
     Differs from tf.distribute:
-        `devices`, `process_group`, `timeout`, `gradient_reduction` and `buffer_aggregation` are ours. The numbers are
-        exact for every batch. TensorFlow has no cluster of a single task with several replicas on one CPU.
+        `devices`, `process_group`, `timeout`, `gradient_reduction`, `buffer_aggregation` and `examples` are ours. The
+        numbers are exact for every batch. TensorFlow has no cluster of a single task with several replicas on one CPU.
 
     Raises:
         ValueError: If this task is none that trains, such as `"ps"`; if the workers have different numbers of replicas;

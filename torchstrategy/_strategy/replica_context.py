@@ -66,6 +66,7 @@ class ReplicaContext:
         self._group: ReplicaGroup | None = None
         self._published: Callable[[], Published] = nullcontext
         self._is_over = False
+        self._alone = "was entered by hand: bring the replicas' results together after run"
         self._entries: list[Frame] = []  # of a context that is entered by hand
 
     @property
@@ -241,7 +242,7 @@ class ReplicaContext:
         if self._group is None and self.num_replicas_in_sync > 1:
             raise RuntimeError(
                 f"{what} is where replicas synchronize, and replica {self._replica_id} of {self.num_replicas_in_sync} "
-                f"of {self._strategy!r} was entered by hand: bring the replicas' results together after run."
+                f"of {self._strategy!r} {self._alone}."
             )
         if self._group is not None:
             self._group.replica.num_calls += 1
@@ -286,6 +287,15 @@ def running_context(
     """
     context = ReplicaContext(strategy, group.workers.index * len(group.devices) + group.replica.index)
     context._group, context._published = group, published
+    return context
+
+
+def counting_context(strategy: StrategyLike, replica: int) -> ReplicaContext:
+    """The context of a replica that is asked how much it counts, before its step."""
+    context = ReplicaContext(strategy, replica)
+    context._alone = (
+        "is asked how much it counts: examples= tells its own number, and the strategy adds up those of all"
+    )
     return context
 
 

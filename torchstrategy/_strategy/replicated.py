@@ -46,6 +46,7 @@ from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._input.same_rows import mention_reads
 from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._run.own_objects import OwnObjects
+from torchstrategy._strategy.example_counts import count_examples
 from torchstrategy._strategy.lone_replica import run_on_own_objects
 from torchstrategy._strategy.replica_context import LoneFrame, refuse_unfinished, running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
@@ -60,12 +61,17 @@ class ReplicatedExtended(StrategyExtended):
         storage: Where parameters live, on which devices replicas run, and which processes train together.
         gradient_reduction: How the gradients of the replicas become one, where a run does not say.
         ops: How `reduce` and the like bring values together on the parameter device.
+        examples: A function that says how much a replica counts, where a run does not say.
     """
 
     _makes_containers = True  # whether a lone replica gets lists and dicts of its own, as several replicas do
 
     def __init__(
-        self, storage: Storage, gradient_reduction: ReduceOp = ReduceOp.MEAN, ops: CrossDeviceOps = ON_ONE_DEVICE
+        self,
+        storage: Storage,
+        gradient_reduction: ReduceOp = ReduceOp.MEAN,
+        ops: CrossDeviceOps = ON_ONE_DEVICE,
+        examples: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
         self._storage = storage
@@ -73,6 +79,7 @@ class ReplicatedExtended(StrategyExtended):
         self._num_local = len(storage.devices)  # all workers have the same number of replicas
         self._replicas = Replicas(storage.devices, self._workers.index * self._num_local)
         self._gradient_reduction = gradient_reduction
+        self._examples = examples
         self._ops = ops
         self._alone_on: Device | None = storage.devices[0]  # where a lone replica runs; None: wherever the caller is
         self._owns = storage.owns
@@ -144,7 +151,8 @@ class ReplicatedExtended(StrategyExtended):
                 _require_callable(fn)
                 if isinstance(self._storage, OwnObjects):
                     strategy, default = self._container_strategy(), self._gradient_reduction
-                    return run_on_own_objects(strategy, self._storage, fn, args, kwargs, options, default)
+                    counts = self._counts(args, kwargs, options)
+                    return run_on_own_objects(strategy, self._storage, fn, args, kwargs, options, default, counts)
                 return self._run_together(fn, args, kwargs, options)
         finally:
             self._is_running = False
@@ -163,7 +171,7 @@ class ReplicatedExtended(StrategyExtended):
         strategy, storage, leaves = self._container_strategy(), self._storage, tree_leaves((args, kwargs))
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
-        weights = self._weights(storage, leaves, options)
+        weights = self._weights(storage, leaves, options, self._counts(args, kwargs, options))
         uncounted = storage.as_before() if weights.is_understudy else _NO_BLOCK
         caching = parametrizations_computed_anew() if are_parametrizations_cached() else _NO_BLOCK
         streams = DeviceStreams(self._accelerators, self._side_streams) if self._accelerators else None
@@ -205,14 +213,28 @@ class ReplicatedExtended(StrategyExtended):
         run_state.warn()
         return result
 
-    def _weights(self, storage: ReplicatedStorage, leaves: Sequence[Tree], options: RunOptions) -> ReplicaWeights:
+    def _counts(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Sequence[float] | None:
+        """What a function of the user's says of the replicas of this worker; None: there is none."""
+        count = self._examples if options.examples is None else options.examples
+        if not callable(count):
+            return None
+        devices = [self._alone_on] if self._num_local == 1 else self._storage.devices
+        return count_examples(self._container_strategy(), count, args, kwargs, devices, self._replicas.first)
+
+    def _weights(
+        self,
+        storage: ReplicatedStorage,
+        leaves: Sequence[Tree],
+        options: RunOptions,
+        counts: Sequence[float] | None,
+    ) -> ReplicaWeights:
         """How much each replica counts. Where there are several workers, they tell each other their rows."""
         n, default = self._num_local, self._gradient_reduction
         if self._streams is None:
-            return ReplicaWeights.of(leaves, n, options, default)
+            return ReplicaWeights.of(leaves, n, options, default, counts=counts)
         refuse_other_rows = mention_reads(self._workers, leaves)
         self._streams.begin()
-        weights = ReplicaWeights.of(leaves, n, options, default, self._workers, storage.has_news)
+        weights = ReplicaWeights.of(leaves, n, options, default, self._workers, storage.has_news, counts)
         refuse_other_rows()
         self._streams.settle()
         return weights
@@ -223,8 +245,9 @@ class ReplicatedExtended(StrategyExtended):
         It runs between steps, when its code is in no cache of the processor: each function that it calls takes half a
         microsecond or more.
         """
-        if options.examples is not None:
-            ReplicaWeights.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
+        if options.examples is not None or self._examples is not None:
+            # The only replica is the whole batch. But counts that do not fit are refused, as where there are several.
+            ReplicaWeights.of((), 1, options, ReduceOp.MEAN, counts=self._counts(args, kwargs, options))
         if args or kwargs:
             found = distributed_values.distributed_within((*args, *kwargs.values()))
             if found:

@@ -25,6 +25,7 @@ from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, 
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.storage import ReplicatedStorage, Storage, is_nobodys
 from torchstrategy._run.own_objects import OwnObjects
+from torchstrategy._strategy.example_counts import check_count
 from torchstrategy._strategy.replicated import ReplicatedExtended, gathered_alone
 from torchstrategy._strategy.strategy import ONE_DEFAULT, Strategy, StrategyBase, T
 
@@ -127,9 +128,9 @@ class DefaultStrategy(Strategy):
 class OneDeviceBase(StrategyBase):
     """The constructor of `OneDeviceStrategy`."""
 
-    def __init__(self, device: DeviceLike) -> None:
-        one = canonical_device(device)
-        super().__init__(OneDeviceExtended(Storage(Placement([one], one, is_mirrored=True))))
+    def __init__(self, device: DeviceLike, *, examples: Callable[..., Any] | None = None) -> None:
+        one, count = canonical_device(device), check_count(examples)
+        super().__init__(OneDeviceExtended(Storage(Placement([one], one, is_mirrored=True)), examples=count))
 
     if TYPE_CHECKING:  # one replica's results are what the step returned
 
@@ -147,6 +148,8 @@ class OneDeviceStrategy(OneDeviceBase, Strategy):
 
     Args:
         device: `"cpu"`, `"cuda:0"`, `"/gpu:0"`, a `torch.device`, or the index of an accelerator.
+        examples: As for strategies of several replicas. It is called and checked, and changes no number: the only
+            replica is the whole batch.
 
     Example:
         >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -156,7 +159,7 @@ class OneDeviceStrategy(OneDeviceBase, Strategy):
         torch.Size([2, 1])
 
     Differs from tf.distribute:
-        A device that is not there is refused here, not at its first use.
+        A device that is not there is refused here, not at its first use. `examples` is ours.
 
     Raises:
         ValueError: If `device` is no device, or one that this machine does not have.
@@ -176,12 +179,14 @@ class CentralStorageBase(StrategyBase):
         *,
         gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
+        examples: Callable[..., Any] | None = None,
     ) -> None:
+        count = check_count(examples)
         devices = devices_of_replicas("compute_devices", compute_devices)
         if parameter_device in (None, ""):
             parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
         storage = storage_of(devices, canonical_device(parameter_device), buffer_aggregation)
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction)))
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), examples=count))
 
 
 @final
@@ -200,6 +205,8 @@ class CentralStorageStrategy(CentralStorageBase, Strategy):
             of its own rows. `"mean"`: they are averaged, each replica weighing its rows. `"only_first_replica"`: the
             first replica's statistics are kept, as `torch.nn.DataParallel` does. All other buffers always get the first
             replica's values, so that counters count each step once.
+        examples: A function that says how much each replica counts, for runs whose `RunOptions` do not say. It is
+            called with the arguments of every step of the strategy; see `RunOptions`.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 3)
@@ -213,8 +220,8 @@ class CentralStorageStrategy(CentralStorageBase, Strategy):
         }
 
     Differs from tf.distribute:
-        A device that is not there is refused. An empty list of devices is an error. `gradient_reduction`
-        and `buffer_aggregation` are ours.
+        A device that is not there is refused. An empty list of devices is an error. `gradient_reduction`,
+        `buffer_aggregation` and `examples` are ours.
 
     Raises:
         ValueError: If a name is not a device, or this machine does not have the device; or if there is no compute
@@ -235,7 +242,9 @@ class MirroredBase(StrategyBase):
         *,
         gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
+        examples: Callable[..., Any] | None = None,
     ) -> None:
+        count = check_count(examples)
         on = devices_of_replicas("devices", devices)
         ops = default_for(on) if cross_device_ops is None else cross_device_ops
         require_type(ops, CrossDeviceOps, "cross_device_ops is a torchstrategy.CrossDeviceOps or None")
@@ -246,7 +255,7 @@ class MirroredBase(StrategyBase):
         storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, all_reduce=all_reduce)
         if len(on) == 1:
             ops = ReductionToOneDevice()
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), ops))
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), ops, count))
 
 
 @final
@@ -269,6 +278,7 @@ class MirroredStrategy(MirroredBase, Strategy):
         gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
         buffer_aggregation: What becomes of the running statistics of normalisation layers; see
             `CentralStorageStrategy`.
+        examples: A function that says how much each replica counts; see `CentralStorageStrategy`.
 
     Example:
         >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
@@ -285,7 +295,7 @@ class MirroredStrategy(MirroredBase, Strategy):
 
     Differs from tf.distribute:
         A device that is not there is refused. Without accelerators there is one replica, and not one for each logical
-        CPU. A device may be listed twice. `gradient_reduction` and `buffer_aggregation` are ours.
+        CPU. A device may be listed twice. `gradient_reduction`, `buffer_aggregation` and `examples` are ours.
 
     Raises:
         ValueError: If a name is not a device, or this machine does not have the device; or if there is no device.

@@ -45,6 +45,17 @@ class LossOfTheWholeBatchSummed(LossOfTheWholeBatch):
 
 
 @feature
+class LossWithCountedExamples(Training):
+    """A mean over what weighs as much as the run is told, which the step does not bring together itself."""
+
+    options = torchstrategy.RunOptions(examples=lambda batch, k: batch[0][:, 0].square().sum())
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        losses, weights = F.mse_loss(self.model(batch[0]), batch[1], reduction="none"), batch[0][:, 0].square()
+        return (losses.mean(1) * weights).sum() / weights.sum()
+
+
+@feature
 class LossOverPairsOfRows(Training):
     """As in contrastive learning: each row against those of all replicas, which know their own by its targets."""
 

@@ -65,6 +65,7 @@ class OneDeviceStrategy(OneDeviceBase, Strategy):
 
     Args:
         device: As there.
+        examples: As there.
 
     Example:
         >>> strategy = torchstrategy.compat.v1.OneDeviceStrategy("cpu")
@@ -84,6 +85,7 @@ class CentralStorageStrategy(CentralStorageBase, Strategy):
         parameter_device: As there.
         gradient_reduction: As there.
         buffer_aggregation: As there.
+        examples: As there.
 
     Example:
         >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(["cpu", "cpu"])
@@ -103,6 +105,7 @@ class MirroredStrategy(MirroredBase, Strategy):
         cross_device_ops: As there.
         gradient_reduction: As there.
         buffer_aggregation: As there.
+        examples: As there.
 
     Example:
         >>> strategy = torchstrategy.compat.v1.MirroredStrategy(["cpu", "cpu"])
@@ -125,6 +128,7 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
         timeout: As there.
         gradient_reduction: As there.
         buffer_aggregation: As there.
+        examples: As there.
 
     Example:
         >>> strategy = torchstrategy.compat.v1.experimental.MultiWorkerMirroredStrategy(devices=["cpu", "cpu"])

@@ -165,7 +165,7 @@ def _as_one(
     gathered = _gathered(tensors, expected)
     if gathered is not None:
         return gathered
-    weighed = [(t, shares.fractions[r]) for r, t in zip(shares.present, tensors, strict=True) if shares.weights[r]]
+    weighed = [(t, shares.parts[r]) for r, t in zip(shares.present, tensors, strict=True) if shares.weights[r]]
     first = weighed[0][0]
     if any(tensor.shape != first.shape for tensor, _ in weighed) or first.shape != expected.shape:
         return first

@@ -45,7 +45,7 @@ def mismatch_text(problem: Problem, mismatch: Mismatch) -> str:
         examples = ", ".join(reversed(by_section.values()))
         lines.append(_filled(f"  {plural(len(others), 'other')} as well, such as {examples}"))
     shares = mismatch.replicas.shares
-    counts = ", ".join(f"{fraction:.3g}" for fraction in shares.fractions)
+    counts = ", ".join(f"{fraction:.3g}" for fraction in shares.parts)
     lines.append(f"  {plural(problem.num_replicas, 'replica')}; the share of each in the batch: {counts}")
     found = causes(problem, mismatch) or [
         "not found. It is neither random numbers nor batch statistics, neither a sum in the place of a mean nor state "

@@ -23,6 +23,7 @@ from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._input.batch_types import moved
+from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import StrategyBase
 from torchstrategy.testing._instruments import none_in_force
 from torchstrategy.testing._lockstep import Lockstep
@@ -213,7 +214,9 @@ class ReplicaTraining(Training):
         problem = self._problem
         (distributed,) = problem.strategy.experimental_distribute_dataset([batch])
         leaves = tree_flatten(distributed)[0]
-        shares = ReplicaWeights.of(leaves, problem.num_replicas, problem.options or NO_OPTIONS, problem.reduction)
+        options, extended = problem.options or NO_OPTIONS, problem.strategy.extended
+        counts = extended._counts((distributed,), {}, options) if isinstance(extended, ReplicatedExtended) else None
+        shares = ReplicaWeights.of(leaves, problem.num_replicas, options, problem.reduction, counts=counts)
         step = partial(_observed, problem.step, self.models, self.optimizers)
         # What these two warn of is compared here anyway.
         with self._in_order(), warnings.catch_warnings():
