@@ -83,6 +83,7 @@ print(time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_m
 """
 
 
+@takes_long
 @pytest.mark.slow
 def test_three_steps_of_gpt2_take_a_laptop_little_time_and_memory() -> None:
     """GPT-2 124M, 16 rows of 1,024 tokens: 1.2 s and 0.32 GiB; at most 10 s and 4 GB were asked for."""

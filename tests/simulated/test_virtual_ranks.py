@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from conditions import takes_long
 from torchstrategy.testing import RankRecord, VirtualTrace, record_streams, run_ranks, virtual_time
 
 RANKS = 2
@@ -235,6 +236,7 @@ def test_what_ddp_sends_hides_under_its_backward_unless_the_link_is_slow() -> No
     assert sends < slow.step(-1).seconds < sends + alone.step(-1).seconds
 
 
+@takes_long
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 def test_fsdp_gathers_twice_scatters_once_and_holds_less() -> None:
     whole, _ = timed(ddp, n=4)
@@ -249,7 +251,7 @@ def test_fsdp_gathers_twice_scatters_once_and_holds_less() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
-@pytest.mark.parametrize("program", [ddp, fsdp])
+@pytest.mark.parametrize("program", [ddp, pytest.param(fsdp, marks=takes_long)])
 def test_two_runs_of_ranks_take_the_same_time(program: Callable[[int, VirtualTrace], None]) -> None:
     one, other = (timed(program)[0]._clock for _ in range(2))
     for ours, theirs in itertools.zip_longest(one.spans, other.spans):

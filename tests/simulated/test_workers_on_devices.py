@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchstrategy
+from conditions import takes_long
 from sharded_ranks import trained_in_shards, trained_plainly
 from torchstrategy.testing import DeviceProfile, record_streams, run_ranks, virtual_time
 from torchstrategy.testing._ranks.groups import RankGroup
@@ -279,6 +280,7 @@ def test_the_streams_of_a_training_do_not_race() -> None:
     assert not record.races
 
 
+@takes_long
 @pytest.mark.slow
 def test_sending_exposes_no_more_than_ddp_does(monkeypatch: pytest.MonkeyPatch, contests: Any) -> None:
     import exposed

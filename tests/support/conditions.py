@@ -25,7 +25,7 @@ without_accelerators = pytest.mark.skipif(
     torch.accelerator.is_available(),
     reason="tests a machine without accelerators, and this one has some: hide them, and run without --simulate-devices",
 )
-takes_long = pytest.mark.skipif("CI" not in os.environ, reason="takes ten seconds or more: set CI=1 to run it")
+takes_long = pytest.mark.skipif("CI" not in os.environ, reason="takes several seconds: set CI=1 to run it")
 needs_fork = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="forks a process that has threads: run it on Linux"
 )

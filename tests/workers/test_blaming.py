@@ -87,6 +87,7 @@ def test_a_forked_child_has_no_part_in_the_training() -> None:
         assert sockets - int(in_child) >= 9  # three groups and two lifelines, each with two connections, at least
 
 
+@takes_long
 @pytest.mark.parametrize("culprit", [0, 1, 3])
 def test_who_has_not_come_is_named(culprit: int) -> None:
     """It was said that 3 of 4 clients had joined."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchstrategy
+from conditions import takes_long
 from workers import reading
 from workers.cluster import cluster
 from workers.trainings import Net, difference
@@ -19,7 +20,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
-@pytest.mark.parametrize("loader", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["here", "in processes"])
+@pytest.mark.parametrize(
+    "loader",
+    [
+        pytest.param({}, id="here"),
+        pytest.param({"num_workers": 1, "persistent_workers": True}, id="in processes", marks=takes_long),
+    ],
+)
 def test_each_worker_loads_its_own_rows_in_the_order_of_the_first(
     workers: int, replicas: int, loader: dict[str, Any]
 ) -> None:

@@ -22,7 +22,8 @@ def of_plain_torch(program: Program) -> list[torch.Tensor]:
     return come_to(torchstrategy.get_strategy(), program)
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=takes_long)])
+@takes_long
+@pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
 def test_objects_that_change_between_runs_are_those_of_plain_torch(workers: int, size: float) -> None:
     found = cluster(workers).run(reshaped_steps.of_workers, size)

@@ -150,7 +150,8 @@ sys.stdout.write(f"{strategy.experimental_local_results(strategy.run(step))[0].i
 """
 
 
-@pytest.mark.parametrize("how", ["goes well", pytest.param("raises", marks=takes_long)])
+@takes_long
+@pytest.mark.parametrize("how", ["goes well", "raises"])
 def test_torchrun_starts_it(how: str, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
