@@ -61,6 +61,8 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub = torch._foreach_sub
 
 
 def _counting(write: Callable[..., Any]) -> Callable[..., Any]:

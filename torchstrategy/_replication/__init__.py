@@ -17,6 +17,7 @@ has changed.
     run_warnings             warnings of a run: of batches, of lost numbers and of writes on shared tensors
     device_errors            which of the step's tensors a device error of torch is about
     plain_attributes         what plain attributes hold, in the user's modules and in the replicas' copies
+    running_statistics       the means of running statistics on accelerators, which the host does not read
     worker_values            the values that all workers have alike, where the replicas are in several processes
     replicated_modules       the copies of all replicas, kept in step with the user's modules
     replicated_run           what all replicas have, and one run on it: how it begins, ends and is undone

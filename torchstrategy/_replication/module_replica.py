@@ -394,13 +394,19 @@ class ModuleReplica:
             return set()
         return {index for index, value in enumerate(there) if value is not None and value is not own[index]}
 
-    def written_buffers(self, originals: TrackedTensors) -> set[int]:
-        """The positions of buffers that the step wrote or replaced."""
+    def written_buffers(self, originals: TrackedTensors, reads_all: bool) -> set[int]:
+        """The positions of buffers that the step wrote or replaced.
+
+        Args:
+            originals: The user's buffers.
+            reads_all: Whether running statistics on accelerators are compared. Else all of these count as written.
+        """
         # Torch's kernels write running statistics without counting a version. On the CPU `buffers` has seen that.
         own = self.buffers.tensors
-        elsewhere = [index for index in originals.running if not own[index].is_cpu]
-        uncounted = {index for index in elsewhere if differ(own[index], originals.tensors[index])}
-        return self.buffers.written() | uncounted | self.replaced_buffers()
+        elsewhere = {index for index in originals.running if not own[index].is_cpu}
+        if reads_all:
+            elsewhere = {index for index in elsewhere if differ(own[index], originals.tensors[index])}
+        return self.buffers.written() | elsewhere | self.replaced_buffers()
 
 
 @final

@@ -39,10 +39,11 @@ from torchstrategy._replication.copyable import is_running, refuse_uncopyable, t
 from torchstrategy._replication.kept_by_hooks import KeptByHooks
 from torchstrategy._replication.late_attributes import Later, find_late
 from torchstrategy._replication.metrics import metrics_of
-from torchstrategy._replication.module_replica import ModuleReplica, Originals, differ
+from torchstrategy._replication.module_replica import ModuleReplica, Originals
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
+from torchstrategy._replication.running_statistics import average_unread, find_unseen
 from torchstrategy._replication.tensor_copies import copies_of, sharing_memory, storage_of, train
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._variables.variable import Variable
@@ -160,10 +161,10 @@ class ReplicatedModules:
             for replica in self.replicas:
                 train(replica.parameters, trained)
             self._trained = trained
-        # All copies agree, so one is compared. No version counts what a forward writes on the user's own statistics.
-        buffers, first = self._buffers, self.replicas[0]
-        unseen = [index for index in buffers.running if differ(first.buffer(index), buffers.tensors[index])]
+        buffers = self._buffers
         found = buffers.take_changes()
+        # All replicas agree, so one is looked at.
+        unseen = find_unseen(buffers.running - set(found.all), buffers, self.replicas[0])
         changed = sorted({*found.all, *unseen})
         if self._workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
@@ -308,7 +309,8 @@ class ReplicatedModules:
         made = sorted(f"{self._paths[edit.place[0]]}.{_shown(edit)}" for edit in changes[0])
         if made:
             self._workers.compare("what the step did to buffers and hooks:", ", ".join(made))
-        self._written = [self.replicas[r].written_buffers(self._buffers) for r in weights.present]
+        reads_all = self._workers.count > 1  # a message would follow each time, for which the host waits anyway
+        self._written = [self.replicas[r].written_buffers(self._buffers, reads_all) for r in weights.present]
         replaced = sorted(set().union(*(replica.replaced_buffers() for replica in self._present(weights))))
         self.attributes.put_together(weights, self._with_copies, self._look, replaced)
         if self._workers.count > 1:
@@ -444,9 +446,11 @@ class ReplicatedModules:
         Raises:
             RuntimeError: If replicas put tensors of different shapes or dtypes in the place of one.
         """
-        present = self._present(weights)
-        combined, averaged = {}, []
-        for index in sorted(indices):
+        present, fractions = self._present(weights), [weights.fractions[r] for r in weights.present]
+        averaged = []
+        can_leave_unread = self._workers.count == 1 and self._layout.averages_buffers
+        combined = average_unread(indices if can_leave_unread else set(), self._buffers, present, fractions)
+        for index in sorted(indices - combined.keys()):
             original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]
             for value in values:
@@ -456,7 +460,6 @@ class ReplicatedModules:
             combined[index] = values[0]
             if index in self._buffers.running and self._layout.averages_buffers:
                 averaged.append(index)
-                fractions = [weights.fractions[r] for r in weights.present]
                 here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
                 combined[index] = torch.stack(here).sum(0) if here else torch.zeros_like(original)
             elif index not in self._buffers.running:

@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Protocol, final
 
 import torch
 
-from torchstrategy._communication.transfer import accumulate, brought, equal, weighted
+from torchstrategy._communication.transfer import accumulate, brought, equal, grouped, weighted
 from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core import torch_internals
 from torchstrategy._core.context import undisturbed
@@ -56,6 +56,7 @@ from torchstrategy._training.replica_gradients import (
 )
 from torchstrategy._training.user_gradients import UserGradients
 from torchstrategy._training.worker_gradients import WorkerReduction
+from torchstrategy._training.written_gradients import can_be_chosen, choose
 from torchstrategy._variables.variable import is_variable
 
 _OfOne = Sequence[torch.Tensor | None]  # the gradients of one replica
@@ -383,12 +384,32 @@ class GradientReducer:
             for index in first:
                 self.accumulated[index] = None
         else:
-            for index in {index for of_replica in of_replicas for index in of_replica.visible}:
-                self.accumulated[index] = self._agreed(
-                    index, [of_replica.visible.get(index) for of_replica in of_replicas]
-                )
+            indices = {index for of_replica in of_replicas for index in of_replica.visible}
+            columns = {index: [of_replica.visible.get(index) for of_replica in of_replicas] for index in indices}
+            for index in indices - self._choose_written(columns):
+                self.accumulated[index] = self._agreed(index, columns[index])
         for of_replica in self.of_replicas:
             of_replica.reduced()
+
+    def _choose_written(self, columns: Mapping[int, Sequence[VisibleGradient | None]]) -> set[int]:
+        """Takes gradients on accelerators that all replicas have written. Returns the positions of their parameters."""
+        written: dict[int, list[torch.Tensor]] = {}
+        for index, views in columns.items():
+            are_written = len(views) > 1 and all(view is not None and view.was_written() for view in views)
+            if are_written and self.accumulated[index] is not None:
+                gradients = [v.gradient.detach() for v in views if v is not None and v.gradient is not None]
+                if can_be_chosen(gradients):
+                    written[index] = [gradient.to(self.owners[index].device) for gradient in gradients]
+        for indices in grouped([gradients[0].device for gradients in written.values()], [0] * len(written), 0):
+            positions = [list(written)[i] for i in indices]
+
+            def merge(i: int, gradients: Sequence[torch.Tensor], positions: Sequence[int] = positions) -> torch.Tensor:
+                return self._merged(self.accumulated[positions[i]], gradients)
+
+            chosen = choose([written[index] for index in positions], merge)
+            for index, gradient in zip(positions, chosen, strict=True):
+                self.accumulated[index] = gradient
+        return set(written)
 
     def _agreed(self, index: int, visible: Sequence[VisibleGradient | None]) -> torch.Tensor | None:
         """What the replicas have left of an accumulated gradient in their visible gradients."""
