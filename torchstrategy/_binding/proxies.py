@@ -16,6 +16,8 @@ from abc import ABCMeta
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -91,7 +93,10 @@ def users_own(optimizer: Any, name: str) -> Any:
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The parameters that an optimizer updates, in order: the user's own, also while the optimizer is a proxy."""
-    return [parameter for group in users_own(optimizer, "param_groups") for parameter in group["params"]]
+    return list(chain.from_iterable(map(_PARAMETERS, users_own(optimizer, "param_groups"))))
+
+
+_PARAMETERS = itemgetter("params")
 
 
 def is_torchs(optimizer: Optimizer) -> bool:

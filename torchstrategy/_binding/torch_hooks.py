@@ -184,23 +184,20 @@ guards = _Exchange(
 # Who is told of the steps of optimizers
 
 
-# `valuerefs` makes a list at once. A WeakSet must not grow on one thread while another iterates over it.
-_told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_changing: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # some of these
+# One may be added or end on one thread while another one goes through them: so each goes through a copy. A list, since
+# each step of an optimizer takes several looks, and that at a `WeakValueDictionary` takes several calls.
+_told: list[weakref.ref[Any]] = []
 _hooks: list[Any] = []
 
 
-def tell_of_steps(told: Any, changes_arguments: bool = False) -> None:
+def tell_of_steps(told: Any) -> None:
     """Calls methods of an object at every step, for as long as the object lives, on the thread of the step.
 
     Args:
-        told: Its `before_any_step` and `after_any_step` are called with the optimizer.
-        changes_arguments: Whether its `changed_arguments` is called with the arguments of the step, too, and returns
-            other ones, or None.
+        told: Its `before_any_step` is called with the optimizer and the arguments of the step, and returns other
+            arguments, or None. Its `after_any_step` is called with the optimizer.
     """
-    _told[id(told)] = told
-    if changes_arguments:
-        _changing[id(told)] = told
+    _told.append(weakref.ref(told, _told.remove))
     if not _hooks:
         _hooks[:] = register_optimizer_step_pre_hook(on_step_begin), register_optimizer_step_post_hook(on_step_end)
 
@@ -212,19 +209,17 @@ def others_are_told() -> bool:
 
 def on_step_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """The hook that torch calls before each step of any optimizer. It may return other arguments."""
-    for storage in _alive(_told):
-        storage.before_any_step(optimizer)
     changed = None
-    for storage in _alive(_changing):
-        changed = storage.changed_arguments(optimizer, args, kwargs) or changed
+    for reference in tuple(_told):
+        storage = reference()
+        if storage is not None:
+            changed = storage.before_any_step(optimizer, args, kwargs) or changed
     return changed
 
 
 def on_step_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The hook that torch calls after each step of any optimizer."""
-    for storage in _alive(_told):
-        storage.after_any_step(optimizer)
-
-
-def _alive(those: weakref.WeakValueDictionary[int, Any]) -> list[Any]:
-    return [told for known in those.valuerefs() if (told := known()) is not None]
+    for reference in tuple(_told):
+        storage = reference()
+        if storage is not None:
+            storage.after_any_step(optimizer)

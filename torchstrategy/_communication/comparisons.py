@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import marshal
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -75,6 +75,31 @@ def comparable(named: Any) -> bytes:
         return marshal.dumps(named, 0)  # for numbers and texts, in a tenth of the time
     except ValueError:
         return _printed(named).encode()
+
+
+@final
+class ComparedBytes:
+    """Makes the bytes by which workers see whether they are at one place, and have there what is alike."""
+
+    def __init__(self) -> None:
+        # By name, what was compared last, and its bytes: mostly, the same object is compared again.
+        self._made: dict[str, tuple[object, bytes]] = {}
+
+    def joined(self, place: str, compared: Sequence[tuple[str, object]]) -> bytes:
+        """The bytes of a place, and of values that are compared there, each with what it is called."""
+        parts = [place.encode()]
+        for what, value in compared:
+            known, made = self._made.get(what, _NOTHING)
+            if known is not value:
+                made = comparable(value)
+                # Other values may be large, and would live for longer than they should.
+                if isinstance(value, (str, list)):
+                    self._made[what] = value, made
+            parts.append(made)
+        return b"".join(parts)
+
+
+_NOTHING: tuple[object, bytes] = (object(), b"")  # stands for a value that was not compared yet
 
 
 def _printed(value: object) -> str:

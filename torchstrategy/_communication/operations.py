@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -60,14 +60,15 @@ def leave_groups(groups: list[dist.ProcessGroup], under_way: list[Operation], li
     lines.close()
 
 
-def begin_sum(flat: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work | None]:
+def begin_sum(flat: torch.Tensor, group: dist.ProcessGroup) -> Iterable[dist.Work | None]:
     """Begins to make a tensor the sum of those of all workers.
 
     Several pieces are under way at once: gloo has two threads, which add up and send by turns. NCCL does both at once.
     """
-    pieces = [flat] if flat.nbytes <= PACK or not flat.is_cpu else flat.split(PACK // flat.element_size())
-    for piece in pieces:
-        yield group.allreduce([piece], _AT_ONCE)  # as `dist.all_reduce` does after a dozen checks
+    if flat.nbytes <= PACK or not flat.is_cpu:
+        return (group.allreduce([flat], _AT_ONCE),)  # as `dist.all_reduce` does after a dozen checks
+    pieces = flat.split(PACK // flat.element_size())
+    return (group.allreduce([piece], _AT_ONCE) for piece in pieces)
 
 
 _AT_ONCE = c10d.AllreduceOptions()  # the call returns before the sum is there

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -28,7 +28,7 @@ from torchstrategy._communication.wire import decode, encode
 from torchstrategy._communication.workers import MENTIONED, WorkerError, Workers, digest, packs_of
 from torchstrategy._core.errors import described
 from torchstrategy._core.expanded import write_values
-from torchstrategy._core.torch_internals import are_on_cpu, unflattened
+from torchstrategy._core.torch_internals import unflattened
 
 _PATIENCE_S = 3.0  # in which all workers that wait for others say that they have lost one
 _LOOK = timedelta(seconds=0.25)  # how long a worker waits before it looks whether another one is lost
@@ -111,14 +111,12 @@ class ProcessGroup(Workers):
         self._num_runs = 0
         self._point = "the first run"
         self._compared: list[tuple[str, object]] = []  # what the next exchange compares
-        # By name, what was compared last, and its bytes: mostly, the same object is compared again.
-        self._bytes_of: dict[str, tuple[object, bytes]] = {}
+        self._bytes = comparisons.ComparedBytes()
         self._mentioned: dict[str, bytes] = {}  # the digests of what may differ
         self._has_said_where = False  # whether the others know where this worker waits
         self._why_over: str | None = None  # why no exchange can be made any more
 
     def begin_run(self) -> None:
-        self._refuse_in_child()
         self._num_runs += 1
         self._point, self._compared = "the beginning of strategy.run", []
         self._at("the beginning of a run")  # raises an error if no exchange can be made any more
@@ -126,24 +124,14 @@ class ProcessGroup(Workers):
     def arrive(self, point: str) -> None:
         self._point = point
 
-    def compare(self, what: str, value: object) -> None:
-        self._compared.append((what, value))
+    def compare_all(self, pairs: Sequence[tuple[str, object]]) -> None:
+        self._compared += pairs
 
     def mention(self, what: str, value: object) -> None:
         self._mentioned[what] = digest(comparisons.comparable(value))
 
     def place(self, name: str) -> int:
-        return zlib.crc32(b"".join([self._at(name).encode(), *starmap(self._bytes, self._compared)]))
-
-    def _bytes(self, what: str, value: object) -> bytes:
-        """The bytes by which a value is compared."""
-        known, made = self._bytes_of.get(what, (None, b""))
-        if known is value is not None:
-            return made
-        made = comparisons.comparable(value)
-        if isinstance(value, (str, list)):  # other values may be large, and would live for longer than they should
-            self._bytes_of[what] = value, made
-        return made
+        return zlib.crc32(self._bytes.joined(self._at(name), self._compared))
 
     @property
     def num_compared(self) -> int:
@@ -170,15 +158,11 @@ class ProcessGroup(Workers):
         where = self._at(name)
         sent = self._sendable(as_addable(flat))
         begun: list[Operation] = []
-
-        def begin() -> Iterable[Operation]:
-            begun.extend(self._begin(_EARLY, [sent], lambda group: begin_sum(sent, group)))
-            return ()
-
-        self._wait(where, begin)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL, torch waits for the other workers here
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch waits for the other workers here.
+        self._wait(where, partial(self._begin, _EARLY, [sent], partial(begin_sum, sent), begun))
 
         def arrived() -> None:
-            self._wait(where, lambda: begun)
+            self._wait(where, partial(self._finish, begun))
             if sent is not flat:
                 flat.copy_(from_addable(sent, flat.dtype))
 
@@ -271,13 +255,22 @@ class ProcessGroup(Workers):
 
     def _at(self, name: str) -> str:
         """Where this worker is, in words."""
-        self._refuse_in_child()
         if self._why_over is not None:
-            raise WorkerError(
-                f"The workers were at {name}, but the strategy cannot be used any more: {self._why_over}. Start the "
-                "training again from its last checkpoint, as torchrun --max-restarts does."
-            )
+            self._refuse_use(name)
         return f"{self._point} of run {self._num_runs} ({name})"
+
+    def _refuse_use(self, name: str) -> None:
+        """Refuses an exchange, of which there can be none any more."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"strategy.run, or another call that asks all workers, was made in process {os.getpid()}, which was "
+                f"forked from {self._who}. Only that one has connections to the other workers: make the call there. "
+                "A forked process, such as a worker of a DataLoader, may use the model itself."
+            )
+        raise WorkerError(
+            f"The workers were at {name}, but the strategy cannot be used any more: {self._why_over}. Start the "
+            "training again from its last checkpoint, as torchrun --max-restarts does."
+        )
 
     def _meet(self, where: str, signature: object, told: bytes = b"", refuses: bool = False) -> list[bytes]:
         """What the workers tell each other, if all of them are at this exchange.
@@ -286,7 +279,7 @@ class ProcessGroup(Workers):
         """
         self.num_exchanges += 1
         compared, self._compared = self._compared, []
-        place = digest(b"".join([f"{where} {signature}".encode(), *starmap(self._bytes, compared)]))
+        place = digest(self._bytes.joined(f"{where} {signature}", compared))
         place = _REFUSED if refuses else place
         mentioned, self._mentioned = self._mentioned, {}
         marks = [mentioned.get(what, bytes(_DIGEST)) for what in MENTIONED]
@@ -334,46 +327,59 @@ class ProcessGroup(Workers):
 
     def _exchange(self, where: str, group: int, tensors: Sequence[torch.Tensor], begin: Begin) -> None:
         """Begins operations on tensors, and waits for their end."""
-        self._wait(where, lambda: self._begin(group, tensors, begin))
+        begun: list[Operation] = []
 
-    def _begin(self, group: int, tensors: Sequence[torch.Tensor], begin: Begin) -> list[Operation]:
-        begun = []
+        def exchange() -> None:
+            self._begin(group, tensors, begin, begun)
+            self._finish(begun)
+
+        self._wait(where, exchange)
+
+    def _begin(self, group: int, tensors: Sequence[torch.Tensor], begin: Begin, begun: list[Operation]) -> None:
+        """Begins operations on tensors, and adds each to `begun`."""
         for work in begin(self._groups[group]):
-            begun.append(Operation(group, work, tensors))
-            self._under_way.append(begun[-1])
-        return begun
+            operation = Operation(group, work, tensors)
+            begun.append(operation)
+            self._under_way.append(operation)
 
-    def _wait(self, where: str, begun: Callable[[], Iterable[Operation]]) -> None:
+    def _finish(self, begun: Iterable[Operation]) -> None:
+        """Waits for the end of operations."""
+        for sent in begun:
+            self._finish_one(sent)
+            sent.work = None
+            self._under_way.remove(sent)
+
+    def _wait(self, where: str, act: Callable[[], None]) -> None:
+        """Calls a function in which this worker may wait for others."""
         self._waits_since, self._waits_at = time.monotonic(), where
-        error = self._problem(begun)
+        error = self._problem(act)
         if self._has_said_where:
             self._has_said_where = False
             self._lines.say("goes on", where)
+        if error is None:
+            return
         if isinstance(error, WorkerError):
             traceback.clear_frames(error.__traceback__)
             raise error
-        if error is not None:
-            # Its frames have the group, which would stay open, and tell a reader nothing.
-            cause = error.with_traceback(None)
-            raise self._explained(where, error) from cause
+        # Its frames have the group, which would stay open, and tell a reader nothing.
+        cause = error.with_traceback(None)
+        raise self._explained(where, error) from cause
 
-    def _problem(self, begun: Callable[[], Iterable[Operation]]) -> RuntimeError | None:
+    def _problem(self, act: Callable[[], None]) -> RuntimeError | None:
         """What kept operations from coming to their end."""
         try:
-            for sent in begun():
-                self._finish(sent)
-                sent.work = None
-                self._under_way.remove(sent)
+            act()
         except RuntimeError as error:
             return error
         return None
 
-    def _finish(self, sent: Operation) -> None:
+    def _finish_one(self, sent: Operation) -> None:
         """Waits for the end of an operation, or until another worker is known to be lost."""
         assert sent.work is not None
-        if not all(are_on_cpu(sent.tensors)):
-            sent.work.wait()  # with a limit, it would wait for the device
-            return
+        for tensor in sent.tensors:
+            if not tensor.is_cpu:
+                sent.work.wait()  # with a limit, it would wait for the device
+                return
         had_news, has_met = False, False
         while True:
             try:
@@ -442,14 +448,6 @@ class ProcessGroup(Workers):
         self._why_over = why
         joining.has_lost_worker()
         end_groups(self._groups, self._under_way)
-
-    def _refuse_in_child(self) -> None:
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"strategy.run, or another call that asks all workers, was made in process {os.getpid()}, which was "
-                f"forked from {self._who}. Only that one has connections to the other workers: make the call there. "
-                "A forked process, such as a worker of a DataLoader, may use the model itself."
-            )
 
     def _forget(self) -> None:
         """In a forked process: nothing of this is its own. It closes nothing, since it has not the threads to do so."""

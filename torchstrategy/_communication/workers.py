@@ -71,6 +71,7 @@ class Workers:
     def arrive(self, point: str) -> None:
         """Says at which synchronization point the replicas of this worker are, as the user would write it."""
 
+    @final
     def compare(self, what: str, value: object) -> None:
         """Notes a value that must be alike in all workers: the next exchange fails if it is not.
 
@@ -79,6 +80,10 @@ class Workers:
             value: Numbers, texts and tensors, or containers of them. Of anything else only the type is compared. A list
                 must not be written later: the same list counts as the same value.
         """
+        self.compare_all([(what, value)])
+
+    def compare_all(self, pairs: Sequence[tuple[str, object]]) -> None:
+        """The same for several values, each with what to call it."""
 
     def mention(self, what: str, value: object) -> None:
         """Notes a value that need not be alike: the next exchange finds out, and adds to `differing` what differs.
@@ -196,11 +201,21 @@ class Workers:
         try:
             yield
         except BaseException as error:
-            is_early = not is_run or self.num_exchanges == before
-            if isinstance(error, (TypeError, ValueError)) and (is_early or is_refusal(error)):
-                self.refuse(error, name)
-            self.failed(error)
+            self.tell_why(error, name, not is_run or self.num_exchanges == before)
             raise
+
+    @final
+    def tell_why(self, error: BaseException, name: str, is_early: bool) -> None:
+        """Tells the others why this worker does not come to what they wait for, or leaves.
+
+        Args:
+            error: What it raises.
+            name: What the user has called.
+            is_early: Whether no exchange has begun in this call that this worker could have left halfway.
+        """
+        if isinstance(error, (TypeError, ValueError)) and (is_early or is_refusal(error)):
+            self.refuse(error, name)
+        self.failed(error)
 
     @final
     def draw_as_first(self, generators: Sequence[GeneratorLike], name: str) -> None:

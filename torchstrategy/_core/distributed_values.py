@@ -18,6 +18,7 @@ from typing_extensions import Self, TypeVar
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.errors import plural, unpicklable
 from torchstrategy._core.tree import (
+    KNOWN_LEAVES,
     PLAIN_LEAVES,
     RowColumn,
     columns_of,
@@ -232,6 +233,9 @@ class PerReplica(DistributedValues[T]):
         raise TypeError(_misused(value, f"torch.{getattr(func, '__name__', func)}(value)"))
 
 
+KNOWN_LEAVES.add(PerReplica)
+
+
 def _misused(value: Any, use: str) -> str:
     """The message for a program that wrote `use` of a per-replica value."""
     return (
@@ -354,8 +358,12 @@ def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
 
 def distributed_within(tree: Tree) -> list[DistributedValues]:
     """The distributed values in a tree, of which most trees have none."""
-    leaves = tree_leaves(tree)
-    return [leaf for leaf in leaves if type(leaf) not in PLAIN_LEAVES and isinstance(leaf, DistributedValues)]
+    return list(filter(_is_distributed, tree_leaves(tree)))
+
+
+def _is_distributed(value: Tree) -> bool:
+    kind = type(value)  # which is nearly always one of these, and to ask the common class takes a call
+    return kind is PerReplica or (kind not in PLAIN_LEAVES and isinstance(value, DistributedValues))
 
 
 def select(tree: Tree, replica: int) -> Tree:
@@ -367,8 +375,9 @@ def select(tree: Tree, replica: int) -> Tree:
         return {key: select(item, replica) for key, item in tree.items()}
     if kind in PLAIN_LEAVES:
         return tree
-    if isinstance(tree, DistributedValues):
-        return _made(tree._in_replica(replica))
+    if kind is PerReplica or isinstance(tree, DistributedValues):
+        own = tree._in_replica(replica)
+        return own.make() if type(own) is Unmade else own
     return map_leaves(lambda leaf: select(leaf, replica) if isinstance(leaf, DistributedValues) else leaf, tree)
 
 
@@ -391,7 +400,8 @@ def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
         ValueError: If one has more or fewer components than there are replicas.
     """
     for leaf in leaves:
-        if isinstance(leaf, DistributedValues) and len(leaf._components) != num_replicas:
+        is_distributed = type(leaf) is PerReplica or isinstance(leaf, DistributedValues)
+        if is_distributed and len(leaf._components) != num_replicas:
             raise ValueError(
                 f"A value with {plural(len(leaf._components), 'component')} was given to a strategy with "
                 f"{plural(num_replicas, 'replica')}: there must be one for each. Did another strategy make it?"

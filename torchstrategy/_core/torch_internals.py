@@ -133,8 +133,17 @@ shapes: Callable[[_Tensors], list[torch.Size]] = functools.partial(_of_each, _of
 dtypes: Callable[[_Tensors], list[torch.dtype]] = functools.partial(_of_each, _of_tensor.dtype.__get__)
 are_on_cpu: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.is_cpu.__get__)
 requires_grad_of: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.requires_grad.__get__)
-are_sparse: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.is_sparse.__get__)
 are_contiguous: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.is_contiguous)
+
+
+def forms(tensors: Sequence[torch.Tensor]) -> list[object]:
+    """What differs once one of some tensors was resized, or got another dtype, by its `data`."""
+    with unseen_by_function_modes():
+        return [*map(_nbytes, tensors), *map(_dtype, tensors)]
+
+
+_nbytes: Callable[[torch.Tensor], int] = _of_tensor.nbytes.__get__
+_dtype: Callable[[torch.Tensor], torch.dtype] = _of_tensor.dtype.__get__
 
 
 def set_raw_grads(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
@@ -153,7 +162,8 @@ def take_raw_grads(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each of some tensors was written in place; 0 for inference tensors, which do not count their writes."""
     try:
-        return _of_each(version, tensors)
+        with unseen_by_function_modes():
+            return list(map(version, tensors))
     except RuntimeError:
         return [0 if tensor.is_inference() else version(tensor) for tensor in tensors]
 
@@ -165,7 +175,20 @@ def are_all_there(tensors: Iterable[torch.Tensor | None]) -> bool:
 
 def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all of some tensors have the layout `torch.strided`, and none is sparse."""
-    return {torch.strided}.issuperset(_of_each(_of_tensor.layout.__get__, tensors))
+    return _STRIDED.issuperset(_of_each(_layout, tensors))
+
+
+def are_there_and_dense(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """The same for values of which some may be None, for which it is not so."""
+    try:
+        with unseen_by_function_modes():
+            return _STRIDED.issuperset(map(_layout, tensors))
+    except TypeError:  # None has no layout
+        return False
+
+
+_STRIDED = frozenset({torch.strided})
+_layout: Callable[[Any], torch.layout] = _of_tensor.layout.__get__
 
 
 def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[list[object]]]:
@@ -203,8 +226,12 @@ def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def have_gradient_hooks(leaves: Iterable[torch.Tensor]) -> bool:
     """Whether the user has registered hooks for the gradient of any of some leaves, which no public function tells."""
-    late = _of_tensor._post_accumulate_grad_hooks.__get__
-    return any(map(_of_tensor._backward_hooks.__get__, leaves)) or any(map(late, leaves))
+    with unseen_by_function_modes():
+        return any(map(_hooks_of_tensor, leaves)) or any(map(_late_hooks, leaves))
+
+
+_hooks_of_tensor: Callable[[torch.Tensor], Any] = _of_tensor._backward_hooks.__get__
+_late_hooks: Callable[[torch.Tensor], Any] = _of_tensor._post_accumulate_grad_hooks.__get__
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -324,25 +351,18 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     return _around.forward(module, functools.partial(_run_forward, module, *args, **kwargs))
 
 
-class run_by(AbstractContextManager[None]):
-    """A block in which `backward` runs each backward of this thread that adds to `.grad` of leaves.
+def run_by(backward: AroundBackward, forward: AroundForward, call: Callable[[], T]) -> T:
+    """Returns `call()`, during which `backward` runs each backward of this thread that adds to `.grad` of leaves.
 
-    And `forward` runs each forward of a `DistributedDataParallel`. Every run enters such a block, so that it is no
-    generator.
+    And `forward` runs each forward of a `DistributedDataParallel`.
     """
-
-    __slots__ = ("_backward", "_before", "_forward")
-
-    def __init__(self, backward: AroundBackward, forward: AroundForward) -> None:
-        self._backward, self._forward = backward, forward
-
-    def __enter__(self) -> None:
-        _autograd._engine_run_backward, _DistributedDataParallel.forward = _run_backward, _forward
-        self._before = _around.backward, _around.forward
-        _around.backward, _around.forward = self._backward, self._forward
-
-    def __exit__(self, *exception: Any) -> None:
-        _around.backward, _around.forward = self._before
+    _autograd._engine_run_backward, _DistributedDataParallel.forward = _run_backward, _forward
+    before = _around.backward, _around.forward
+    _around.backward, _around.forward = backward, forward
+    try:
+        return call()
+    finally:
+        _around.backward, _around.forward = before
 
 
 def is_distributed_tensor(tensor: object) -> bool:

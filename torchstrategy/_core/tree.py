@@ -60,7 +60,7 @@ def tree_leaves(tree: Tree) -> list[Tree]:
     leaves: list[Tree] = []
     try:
         for item in tree:
-            if type(item) in PLAIN_LEAVES:
+            if type(item) in KNOWN_LEAVES:
                 leaves.append(item)
             else:
                 leaves += tree_leaves(item)
@@ -71,6 +71,8 @@ def tree_leaves(tree: Tree) -> list[Tree]:
 
 
 PLAIN_LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
+# These, and what else is never looked into: the class of most values of replicas adds itself.
+KNOWN_LEAVES: set[Any] = set(PLAIN_LEAVES)
 
 
 _PLAIN_OBJECTS = (str, bytes, int, float, complex, type(None), enum.Enum, date, timedelta, PurePath)

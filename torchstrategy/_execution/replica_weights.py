@@ -158,16 +158,19 @@ class ReplicaWeights:
         Raises:
             ValueError: As `of` does.
         """
-        known = {leaf.rows_of_all if type(leaf) is PerReplica else None for leaf in values} or {(1,) * workers.count}
-        if len(known) > 1 or None in known or options.examples is not None or counts is not None:
+        rows_of_all: tuple[int, ...] | None = None
+        for leaf in values:
+            rows = leaf.rows_of_all if type(leaf) is PerReplica else None
+            if rows is None or rows != (rows_of_all or rows):
+                return cls.of(values, 1, options, default, workers, counts=counts)
+            rows_of_all = rows
+        if options.examples is not None or counts is not None:
             return cls.of(values, 1, options, default, workers, counts=counts)
-        reduction = options.gradient_reduction or default
-        assert isinstance(reduction, ReduceOp)
-        (rows_of_all,) = known
-        assert rows_of_all is not None
-        workers.compare("RunOptions", (reduction.value, options.run_empty_replicas))
-        workers.compare("the rows of the batch:", rows_of_all)
-        return _of_rows(rows_of_all, workers.index, options.run_empty_replicas, reduction)
+        is_mean = (options.gradient_reduction or default) is ReduceOp.MEAN
+        rows_of_all = rows_of_all or (1,) * workers.count
+        weights, compared = _of_rows(rows_of_all, workers.index, options.run_empty_replicas, is_mean)
+        workers.compare_all(compared)
+        return weights
 
     @classmethod
     def _of_everyone(
@@ -206,9 +209,15 @@ class ReplicaWeights:
 
 
 @functools.lru_cache(maxsize=64)  # most batches of a training have the same number of rows
-def _of_rows(rows_of_all: tuple[int, ...], index: int, runs_empty: bool, reduction: ReduceOp) -> ReplicaWeights:
+def _of_rows(
+    rows_of_all: tuple[int, ...], index: int, runs_empty: bool, is_mean: bool
+) -> tuple[ReplicaWeights, Sequence[tuple[str, object]]]:
+    """The weights, and what the workers compare: lists, which are the very same at each call."""
+    reduction = ReduceOp.MEAN if is_mean else ReduceOp.SUM  # not an argument: to look for it would take a call
     everyone = [_Told(share=float(rows), rows=float(rows), is_absent=False, has_rows=rows > 0) for rows in rows_of_all]
-    return ReplicaWeights._of_everyone(everyone, 1, runs_empty, reduction, index, len(rows_of_all))
+    weights = ReplicaWeights._of_everyone(everyone, 1, runs_empty, reduction, index, len(rows_of_all))
+    compared = [("RunOptions", [reduction.value, runs_empty]), ("the rows of the batch:", list(rows_of_all))]
+    return weights, compared
 
 
 def replicas_with_rows(leaves: Sequence[Tree], num_replicas: int) -> list[int]:

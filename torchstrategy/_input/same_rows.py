@@ -150,7 +150,11 @@ def _beginnings(tensor: torch.Tensor) -> bytes:
 
 def reads_among(values: Sequence[Tree]) -> list[Read]:
     """What was read of the batches among some values, each once."""
-    return list({id(v.read): v.read for v in values if type(v) is PerReplica and v.read is not None}.values())
+    reads: dict[int, Read] = {}
+    for value in values:
+        if type(value) is PerReplica and value.read is not None:
+            reads[id(value.read)] = value.read
+    return list(reads.values())
 
 
 def refuse_other_reads(workers: Workers, reads: Sequence[Read]) -> None:

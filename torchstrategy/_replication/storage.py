@@ -427,7 +427,7 @@ class ReplicatedStorage(Storage):
                     for part in new:
                         self.take_part(part)
 
-    def before_any_step(self, optimizer: Optimizer) -> None:
+    def before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before any optimizer in the process takes a step, on its thread."""
         for run in filter(None, list(self._in_use.values())):
             run.before_any_step(optimizer)

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 
 from torchstrategy._communication.workers import Workers
-from torchstrategy._core.torch_internals import are_all_there, raw_grads, set_raw_grads, versions
+from torchstrategy._core.torch_internals import raw_grads, set_raw_grads, versions
 from torchstrategy._replication.tensor_copies import storage_of
 from torchstrategy._run.parameter_values import checksum, sum_of_bits
 from torchstrategy._run.trained_tensors import TrainedTensors
@@ -54,19 +54,25 @@ class AssignedGradients:
 
     def note_all(self) -> None:
         """Says that the gradients that are there are those of the whole batch."""
-        gradients: Sequence[Any] = raw_grads(self._tensors.parameters)
+        self.note(raw_grads(self._tensors.parameters))
+
+    def note(self, gradients: Sequence[Any]) -> None:
+        """The same, for a caller that has just read or written them."""
         self._known: list[weakref.ref[Any]]
-        if are_all_there(gradients):
+        try:
             self._known = list(map(weakref.ref, gradients))
-        else:
+        except TypeError:  # some parameters have none
             self._known = [_NOTHING if gradient is None else weakref.ref(gradient) for gradient in gradients]
 
     def begin_run(self) -> None:
         """What the program has put into `.grad` between runs counts as gradients of the whole batch."""
-        if self.find():
-            self.note_all()
         gradients: Sequence[Any] = raw_grads(self._tensors.parameters)
-        self._versions = versions(gradients) if are_all_there(gradients) else list(map(_version_of, gradients))
+        if not all(map(is_, gradients, map(_target, self._known))) and self.find():
+            self.note(gradients)
+        try:
+            self._versions = versions(gradients)
+        except TypeError:  # some parameters have none
+            self._versions = list(map(_version_of, gradients))
 
     def find_written(self, indices: Sequence[int] | None = None) -> list[int]:
         """The positions of parameters that have another gradient, or one that was written since the run began."""

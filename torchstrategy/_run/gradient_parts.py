@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchstrategy._core.torch_internals import raw_grads
+from torchstrategy._core.torch_internals import are_contiguous, raw_grads
 from torchstrategy._run.gradient_plans import dtype_of_gradient
 
 
@@ -42,8 +42,12 @@ def as_sent(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Ten
     return as_dense(gradient)
 
 
-def laid_out(total: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """A gradient in the memory layout of its parameter, which fused updates ask for."""
+def all_laid_out(totals: list[torch.Tensor | None], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Gradients in the memory layouts of their parameters, which fused updates ask for."""
+    return totals if all(are_contiguous(parameters)) else list(map(_laid_out, totals, parameters))
+
+
+def _laid_out(total: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
     if total is None or total.is_sparse or total.stride() == parameter.stride():
         return total
     return torch.empty_like(parameter, dtype=total.dtype).copy_(total)
@@ -74,4 +78,13 @@ class _WithoutGraph(torch.autograd.Function):
         )
 
 
-without_graph: Callable[..., torch.Tensor] = _WithoutGraph.apply
+_without_graph: Callable[..., torch.Tensor] = _WithoutGraph.apply
+
+
+def refuse_graphs(parameters: Sequence[torch.Tensor]) -> None:
+    """Lets a backward that comes to a gradient of the whole batch raise an error."""
+    with torch.enable_grad():
+        for parameter, gradient in zip(parameters, raw_grads(parameters), strict=True):
+            if gradient is not None:
+                gate = torch.ones((), requires_grad=True)
+                parameter.grad = _without_graph(gradient, gate)

@@ -10,24 +10,12 @@ A mark of 32 bits is sent in parts of a few bits, so small that float32 has the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, repeat
+from operator import mul
 from typing import NamedTuple, final
 
 _BITS_OF_MARK = 32
 _EXACT = 1 << 24  # up to here, float32 has each whole number
-
-
-class Mark(NamedTuple):
-    """What a worker tells the others beside its gradients.
-
-    Args:
-        place: 32 bits of all that has to be alike: where the worker is, what it has computed, what it trains with.
-        mentioned: 32 bits of what need not be alike, but makes a message necessary if it is not.
-        leaves: Whether this process will be ended soon.
-    """
-
-    place: int
-    mentioned: int
-    leaves: bool
 
 
 class Verdict(NamedTuple):
@@ -51,29 +39,37 @@ class MarkFormat:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._bits = 8 if count * 255**2 < _EXACT else 4
-        self._num_parts = 2 * _BITS_OF_MARK // self._bits  # parts and squares of one of the two numbers
+        bits = 8 if count * 255**2 < _EXACT else 4
+        self._num_parts = 2 * _BITS_OF_MARK // bits  # parts and squares of one of the two numbers
+        self._parts_of_byte = [_parts_of(byte, bits) for byte in range(256)]
         self.length = 1 + 2 * self._num_parts
 
-    def numbers(self, mark: Mark) -> list[float]:
-        """The numbers of a worker, to be added up over all workers."""
-        return [float(mark.leaves), *self._parts_of(mark.place), *self._parts_of(mark.mentioned)]
+    def numbers(self, place: int, mentioned: int, leaves: bool) -> list[float]:
+        """What a worker tells the others, as numbers that are added up over all workers.
 
-    def _parts_of(self, number: int) -> list[float]:
-        """The parts of a number, each followed by its square."""
-        parts: list[float] = []
-        largest = (1 << self._bits) - 1
-        for shift in range(0, _BITS_OF_MARK, self._bits):
-            part = number >> shift & largest
-            parts += (part, part * part)
-        return parts
+        Args:
+            place: 32 bits of all that has to be alike: where the worker is, what it has computed, what it trains with.
+            mentioned: 32 bits of what need not be alike, but makes a message necessary if it is not.
+            leaves: Whether this process will be ended soon.
+        """
+        both = (place | mentioned << _BITS_OF_MARK).to_bytes(2 * _BITS_OF_MARK // 8, "little")
+        return [float(leaves), *chain.from_iterable(map(self._parts_of_byte.__getitem__, both))]
 
     def read(self, sums: Sequence[float], own: Sequence[float]) -> Verdict:
         """Reads the sums of the numbers of all workers, of which this one has brought `own`."""
-        if_alike = [self._count * number for number in own]
+        if_alike = list(map(mul, own, repeat(self._count)))
         end_of_place = 1 + self._num_parts
         return Verdict(
             all_are_there=sums[1:end_of_place] == if_alike[1:end_of_place],
             all_mention_same=sums[end_of_place:] == if_alike[end_of_place:],
             some_leave=sums[0] > 0,
         )
+
+
+def _parts_of(byte: int, bits: int) -> list[float]:
+    """The parts of a byte that have so many bits, each followed by its square; the lowest first."""
+    parts: list[float] = []
+    for shift in range(0, 8, bits):
+        part = byte >> shift & (1 << bits) - 1
+        parts += (part, part * part)
+    return parts

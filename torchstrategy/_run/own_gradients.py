@@ -14,7 +14,6 @@ import gc
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any, Protocol, final
 
 import torch
@@ -23,9 +22,7 @@ from torchstrategy._communication.reductions import sum_of_sparse
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import undisturbed
 from torchstrategy._core.torch_internals import (
-    are_all_there,
-    are_contiguous,
-    are_sparse,
+    are_there_and_dense,
     have_gradient_hooks,
     hide_from_compiler,
     on_gradient,
@@ -34,9 +31,9 @@ from torchstrategy._core.torch_internals import (
 )
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._run.assigned_gradients import AssignedGradients
-from torchstrategy._run.gradient_parts import add, as_dense, as_sent, laid_out, weigh, with_gradients, without_graph
+from torchstrategy._run.gradient_parts import add, all_laid_out, as_dense, as_sent, refuse_graphs, weigh, with_gradients
 from torchstrategy._run.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan
-from torchstrategy._run.marks import Mark, MarkFormat, Verdict
+from torchstrategy._run.marks import MarkFormat, Verdict
 from torchstrategy._run.pack_memory import PackMemory
 from torchstrategy._run.trained_tensors import BufferLayout, TrainedTensors
 from torchstrategy._run.user_hooks import UserHooks
@@ -155,7 +152,8 @@ class OwnGradients:
         with undisturbed():
             self._end(makes_graph)
         if makes_graph:
-            self._refuse_graphs()
+            refuse_graphs(self.tensors.parameters)
+            self._assigned.note_all()
         return result
 
     def _begin(self, makes_graph: bool) -> None:
@@ -168,9 +166,10 @@ class OwnGradients:
             self._old = with_gradients(parameters)
         for parameter, _ in self._old:
             parameter.grad = None
-        hooked = parameters if have_gradient_hooks(parameters) else []
-        # Backward comes to the parameters of the last layer first, and so do their hooks.
-        self._hooks = [UserHooks(p) for p in reversed(hooked) if have_gradient_hooks((p,))]
+        self._hooks: list[UserHooks] = []
+        if have_gradient_hooks(parameters):
+            # Backward comes to the parameters of the last layer first, and so do their hooks.
+            self._hooks = [UserHooks(p) for p in reversed(parameters) if have_gradient_hooks((p,))]
         self._expected = self._next.get(self._last, self._last)
         # Of large gradients, by the positions of their parameters: the sums, those that wait for their turn to be sent,
         # and how often backward has added to them.
@@ -178,8 +177,10 @@ class OwnGradients:
         self._waiting: dict[int, torch.Tensor] = {}
         self._times: dict[int, int] = {}
         self._under_way: list[Arrived] = []
+        self._handles: list[Any] = []
         # A gradient with a graph is not sent before backward has ended, since it must not be written.
-        self._handles = [] if makes_graph else self._watch_large()
+        if not makes_graph and (self._expected is None or self._expected.early):
+            self._handles = self._watch_large()
 
     def _watch_large(self) -> list[Any]:
         """Hooks by which large gradients are sent early; before the first exchange, they count parts of gradients."""
@@ -221,6 +222,10 @@ class OwnGradients:
         if makes_graph:
             own = [None if gradient is None else gradient.detach().clone() for gradient in own]
         sums = self._sums_of_all(own, self._name)
+        # The sums of small gradients stand where the gradients of this worker stood, which autograd has laid out.
+        if makes_graph or sums is not own:
+            sums = all_laid_out(sums, self.tensors.parameters)
+            set_raw_grads(self.tensors.parameters, sums)
         self._hand_out(sums)
 
     def _sums_of_all(self, own: list[torch.Tensor | None], name: str) -> list[torch.Tensor | None]:
@@ -240,10 +245,11 @@ class OwnGradients:
             if (right.kinds, right.buffers) != (plan.kinds, plan.buffers):
                 rest = [i for i in plan.early if right.kinds[i] == SEVERAL]
                 memories = self._exchanged(right, own, None, rest)
-        sparse = {i: self._sparse_sum(i, own[i]) for i in right.sparse}
+        sparse = {i: self._sparse_sum(i, own[i]) for i in right.sparse} if right.sparse else {}
         if self._verdict is not None and not self._verdict.all_mention_same:
             self._mentions.settle(name)
-        self._write_buffers(memories)
+        if right.buffers is not None:
+            self._write_buffers(memories)
         self._next[self._last], self._last = right, right
         return self._put_together(right, own, memories, sparse)
 
@@ -257,9 +263,9 @@ class OwnGradients:
         """The sum of each parameter's gradients, by where it has come."""
         sums: list[torch.Tensor | None] = [None] * len(own)
         for memory in memories:
-            of_pack = memory.sums_of_gradients(self._of_pack(own, memory), self._are_dense)
+            of_pack: list[Any] = memory.sums_of_gradients(self._of_pack(own, memory), self._are_dense)
             if len(of_pack) == len(own):  # as for a small model
-                return list(of_pack)
+                return of_pack
             for i, total in zip(memory.pack.gradients, of_pack, strict=True):
                 sums[i] = total
         for i in plan.large:
@@ -275,18 +281,20 @@ class OwnGradients:
 
     def _right_plan(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
         """The plan for what all workers have, after the one that was predicted."""
-        verdict = self._verdict
+        verdict, plan = self._verdict, self._expected
         assert verdict is not None
+        assert plan is not None
         self._note_leaving(verdict.some_leave)
         if not verdict.all_are_there:
             return self._agree(kinds, buffers, name)
         self._workers.take_compared()
-        return self._plan_of(kinds, buffers)
+        is_as_predicted = kinds == plan.kinds and buffers == plan.buffers
+        return plan if is_as_predicted else self._plan_of(kinds, buffers)
 
     def _kinds(self, own: list[Any]) -> bytes:
         """What this worker has as the gradient of each parameter."""
         # Mostly, all parameters have a dense gradient.
-        self._are_dense = are_all_there(own) and not any(are_sparse(own))
+        self._are_dense = are_there_and_dense(own)
         if self._are_dense:
             kinds = bytearray([DENSE]) * len(own)
             if not self._times and self._expected is not None and kinds == self._expected.kinds:
@@ -316,10 +324,10 @@ class OwnGradients:
             self._plans[key] = GradientPlan(*key, self.tensors.parameters, *of_buffers, self._workers.can_overlap)
         return self._plans[key]
 
-    def _mark(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> Mark:
+    def _mark(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> list[float]:
         told = kinds if buffers is None else kinds + repr(buffers).encode()
         place = zlib.crc32(told, self._workers.place(name))
-        return Mark(place, self._mentions.number(), self._workers.is_asked_to_leave)
+        return self._marks.numbers(place, self._mentions.number(), self._workers.is_asked_to_leave)
 
     def _agree(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
         """Asks all workers what they have.
@@ -358,28 +366,27 @@ class OwnGradients:
     # What is sent
 
     def _exchanged(
-        self, plan: GradientPlan, own: list[torch.Tensor | None], mark: Mark | None, rest: Sequence[int] = ()
+        self, plan: GradientPlan, own: list[torch.Tensor | None], mark: list[float] | None, rest: Sequence[int] = ()
     ) -> list[PackMemory]:
         """Sends what was not sent yet. Sums of large gradients are in `_sums` then.
 
         Args:
             plan: What to send.
             own: The gradients of this worker that it has not sent during backward.
-            mark: What rides along.
+            mark: The numbers that ride along.
             rest: The positions of large gradients to which backward has added after the first part was sent.
 
         Returns:
             The sums of the others, and of the buffers.
         """
-        first_parts = {i: self._sums.pop(i) for i in rest}
+        first_parts = {i: self._sums.pop(i) for i in rest} if rest else {}
         for i in plan.large:
             if i not in self._sums:
                 self._send_large(i, self._large_of(i, own))
-        buffers = self._buffers_for(plan)
-        memories = self._memories_of(plan, buffers)
+        buffers = {} if plan.buffers is None else self._buffers_for(plan.buffers, plan)
+        memories = self._memories.get(plan) or self._make_memories(plan, buffers)
         # Without a mark, zeros: the sums have the same bits only where what is sent has the same length.
-        numbers = [0.0] * self._marks.length if mark is None else self._marks.numbers(mark)
-        memories[0].put_numbers(numbers)
+        memories[0].put_numbers([0.0] * self._marks.length if mark is None else mark)
         for memory in memories:
             self._send_pack(memory, own, buffers)
         for arrived in self._under_way:
@@ -388,28 +395,25 @@ class OwnGradients:
         for i, part in first_parts.items():
             self._sums[i] = self._sums[i] + part
         if mark is not None:
-            self._verdict = self._marks.read(memories[0].sums_of_numbers(), numbers)
+            self._verdict = self._marks.read(memories[0].sums_of_numbers(), mark)
         return memories
 
-    def _memories_of(self, plan: GradientPlan, buffers: dict[int, torch.Tensor]) -> list[PackMemory]:
-        """The memory of the packs of a plan. Only that of a few plans is kept."""
-        if plan not in self._memories:
-            if len(self._memories) >= _MOST_MEMORIES:
-                self._memories.pop(next(iter(self._memories)))
-            parameters, first = self.tensors.parameters, plan.packs[0]
-            self._memories[plan] = [
-                PackMemory(pack, parameters, buffers, self._marks.length if pack is first else 0) for pack in plan.packs
-            ]
+    def _make_memories(self, plan: GradientPlan, buffers: dict[int, torch.Tensor]) -> list[PackMemory]:
+        """Makes the memory of the packs of a plan. Only that of a few plans is kept."""
+        if len(self._memories) >= _MOST_MEMORIES:
+            self._memories.pop(next(iter(self._memories)))
+        parameters, first = self.tensors.parameters, plan.packs[0]
+        self._memories[plan] = [
+            PackMemory(pack, parameters, buffers, self._marks.length if pack is first else 0) for pack in plan.packs
+        ]
         return self._memories[plan]
 
-    def _buffers_for(self, plan: GradientPlan) -> dict[int, torch.Tensor]:
+    def _buffers_for(self, layout: BufferLayout, plan: GradientPlan) -> dict[int, torch.Tensor]:
         """The buffers that a plan sends. Zeros, if this worker has others by now: then it is not the right plan."""
-        if plan.buffers is None:
-            return {}
-        if self.tensors.layout() == plan.buffers:
+        if self.tensors.layout() == layout:
             return {i: buffer for i, buffer in enumerate(self.tensors.buffers) if buffer is not None}
         devices = {i: pack.device for pack in plan.packs for i in pack.buffers}
-        rows = zip(plan.buffers.positions, plan.buffers.shapes, plan.buffers.dtypes, strict=True)
+        rows = zip(layout.positions, layout.shapes, layout.dtypes, strict=True)
         return {i: torch.zeros(shape, dtype=dtype, device=devices[i]) for i, shape, dtype in rows}
 
     def _large_of(self, i: int, own: list[torch.Tensor | None]) -> torch.Tensor:
@@ -425,8 +429,9 @@ class OwnGradients:
             positions = memory.pack.gradients
             gradients = [as_sent(g, self.tensors.parameters[i]) for i, g in zip(positions, gradients, strict=True)]
         memory.put_gradients(gradients, self.weight)
-        memory.put_buffers(buffers, self._weight_of_buffers, self._leads)
-        if len(memory.sent):
+        if memory.buffers:
+            memory.put_buffers(buffers, self._weight_of_buffers, self._leads)
+        if memory.num_sent:
             self._under_way.append(self._workers.begin_all_reduce(memory.sent, self._name))
 
     def _of_pack(self, own: list[Any], memory: PackMemory) -> list[Any]:
@@ -441,12 +446,7 @@ class OwnGradients:
     # What becomes of the sums
 
     def _hand_out(self, totals: list[torch.Tensor | None]) -> None:
-        parameters = self.tensors.parameters
-        # The sums of small gradients stand where the gradients of this worker stood, which autograd has laid out.
-        if not all(map(is_, totals, raw_grads(parameters))):
-            if not all(are_contiguous(parameters)):
-                totals = list(map(laid_out, totals, parameters))
-            set_raw_grads(parameters, totals)
+        """Adds earlier gradients to the sums, which are in `.grad`, and calls hooks."""
         for hooks in self._hooks:  # from here on, a hook may remove itself and others
             hooks.give_back()
         try:
@@ -457,7 +457,10 @@ class OwnGradients:
             raise
         for parameter, old in self._old:
             parameter.grad = add(old, parameter.grad)
-        self._assigned.note_all()
+        if self._old or self._hooks:
+            self._assigned.note_all()
+        else:
+            self._assigned.note(totals)
         self._old, self._sums = [], {}
         for hooks in self._hooks:
             hooks.call_on_accumulated()
@@ -491,16 +494,6 @@ class OwnGradients:
     def has_others(self, indices: Sequence[int]) -> bool:
         """Whether parameters at these positions have gradients that no backward of a run has made."""
         return bool(self._assigned.find(indices))
-
-    def _refuse_graphs(self) -> None:
-        """Lets a backward that comes to a gradient of the whole batch raise an error."""
-        with torch.enable_grad():
-            for i, gradient in enumerate(raw_grads(self.tensors.parameters)):
-                if gradient is None:
-                    continue
-                gate = torch.ones((), requires_grad=True)
-                self.tensors.parameters[i].grad = without_graph(gradient, gate)
-        self._assigned.note_all()
 
     def _undo(self) -> None:
         """A backward has raised: gradients and hooks are as before it."""

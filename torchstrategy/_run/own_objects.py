@@ -11,8 +11,8 @@ import threading
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._binding.attribute_contents import things_in
+from torchstrategy._binding.changes import are_same
 from torchstrategy._binding.module_traversal import computed_by_hooks, parts_of, plain_attributes
 from torchstrategy._binding.proxies import is_torchs, parameters_of
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
@@ -90,7 +91,7 @@ class OwnObjects(Storage):
         self._metrics: list[Metric] = []
         # The blocks of updates under way whose random numbers are the same in all workers.
         self._updating: list[AbstractContextManager[None]] = []
-        tell_of_steps(self, changes_arguments=True)
+        tell_of_steps(self)
 
     def take_part(self, module: nn.Module) -> None:
         if id(module) in self._modules or is_in_replica():
@@ -113,8 +114,9 @@ class OwnObjects(Storage):
 
     # A run
 
-    @contextmanager
-    def run(self, weights: ReplicaWeights, step: str, values: Sequence[Tree], given: Tree) -> Iterator[None]:
+    def run(
+        self, weights: ReplicaWeights, step: str, values: Sequence[Tree], given: Tree, call: Callable[[], Tree]
+    ) -> Tree:
         """A run, from when it begins until it ends.
 
         Args:
@@ -122,25 +124,32 @@ class OwnObjects(Storage):
             step: What to call the step.
             values: The distributed values among the arguments of the run.
             given: The arguments that the step gets in this worker.
+            call: Calls the step.
+
+        Returns:
+            What `call` has returned.
         """
         self._num_runs += 1
         self._reads = reads_among(values)
         self._begin(weights, step)
         self._peers.refuse_other_rows(values, given)
-        as_before = unwritten(list(self._on_read.values())) if weights.is_understudy else nullcontext()
         self._thread = threading.get_ident()
         try:
             self.random.begin_run()
             try:
                 self._workers.arrive("the step")
-                with as_before, run_by(self._run_backward, self._run_forward):
-                    yield
+                if weights.is_understudy:
+                    with unwritten(list(self._on_read.values())):
+                        result = run_by(self._run_backward, self._run_forward, call)
+                else:
+                    result = run_by(self._run_backward, self._run_forward, call)
             finally:
                 self.random.end_run()
             self._end(weights)
+            return result
         except RuntimeError as error:
             # A model that is sharded waits for other workers itself, and does not tell which of them is lost.
-            lost = self._workers.lost(error) if self.gradients.tensors.sharded else error
+            lost = error if self.gradients.tensors.sharded.is_empty else self._workers.lost(error)
             if lost is error:
                 raise
             raise lost from error
@@ -199,7 +208,7 @@ class OwnObjects(Storage):
     def _take_sharded(self) -> None:
         """Learns which workers compute together. Called in all workers, which have the same models."""
         sharded, peers = self.gradients.tensors.sharded, RowPeers(self._workers, [self._workers.index])
-        if sharded:
+        if not sharded.is_empty:
             sharded.take_from_first()
             peers = RowPeers.of(self._workers, sharded)
         if peers.first != self._peers.first:
@@ -218,9 +227,10 @@ class OwnObjects(Storage):
                 raise RuntimeError(_SHARDED_IN_STEP)
             # The step may have made parameters, whose values each worker has drawn for itself.
             self._values.refuse_other_parameters()
-        if not self.gradients.tensors.sharded:
+        sharded = self.gradients.tensors.sharded
+        if sharded.is_empty:
             return self.gradients.run_backward(backward, makes_graph)
-        with self.gradients.tensors.sharded.weighing(self.gradients.weight, self._workers.count):
+        with sharded.weighing(self.gradients.weight, self._workers.count):
             return self.gradients.run_backward(backward, makes_graph)
 
     def _run_forward(self, model: Any, forward: Callable[[], Any]) -> Any:
@@ -231,18 +241,26 @@ class OwnObjects(Storage):
 
     def compare(self) -> None:
         """Notes what the next exchange compares."""
-        compare, tensors = self._workers.compare, self.gradients.tensors
-        for number, optimizer in enumerate(_alive(self._optimizers.values())):
-            which = f" (optimizer {number + 1} of the scope)" if number else ""
-            compare(f"the settings of {type(optimizer).__name__}{which}:", self._settings.of(optimizer))
-        for stepper in _alive(self._steppers.values()):
-            compare(f"the state of {type(stepper).__name__}:", _numbers(stepper))
-        compare("which parameters are trained:", tensors.flags())
-        compare("the modes of the modules:", tensors.modes())
+        compared: list[tuple[str, object]] = []
+        number, which = 0, ""
+        for reference in list(self._optimizers.values()):
+            optimizer = reference()
+            if optimizer is not None:
+                compared.append((f"the settings of {type(optimizer).__name__}{which}:", self._settings.of(optimizer)))
+                number += 1
+                which = f" (optimizer {number + 1} of the scope)"
+        if self._steppers:
+            for stepper in _alive(self._steppers.values()):
+                compared.append((f"the state of {type(stepper).__name__}:", _numbers(stepper)))
+        tensors = self.gradients.tensors
+        compared.append(("which parameters are trained:", tensors.flags()))
+        compared.append(("the modes of the modules:", tensors.modes()))
+        self._workers.compare_all(compared)
 
     def number(self) -> int:
         """See `Mentions`: the random generators, what was read, and marks of the values of parameters."""
-        self._mark_of_reads = zlib.crc32(repr(self._reads).encode()) if self._reads else 0
+        # Of plain tuples: what Python prints of a named one comes by several calls.
+        self._mark_of_reads = zlib.crc32(repr([*map(tuple, self._reads)]).encode()) if self._reads else 0
         return zlib.crc32(b"%d %d %d" % (self.random.mark, self._values.mark(), self._mark_of_reads))
 
     def settle(self, name: str) -> None:
@@ -254,26 +272,31 @@ class OwnObjects(Storage):
 
     # Updates
 
-    def before_any_step(self, optimizer: Optimizer) -> None:
-        """Called before any optimizer in the process takes a step, on its thread."""
+    def before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called before any optimizer in the process takes a step, on its thread.
+
+        Returns:
+            The arguments of the step, with a closure whose loss is that of the whole batch; None: as they are.
+        """
         name, parameters, tensors = type(optimizer).__name__, parameters_of(optimizer), self.gradients.tensors
-        positions = list(map(tensors.index.get, map(id, parameters)))
-        ours, strange = tensors.positions, []
-        if positions != ours:  # mostly, an optimizer has all parameters, in their order
+        ours: Sequence[int] = tensors.positions
+        strange: list[torch.Tensor] = []
+        if not are_same(parameters, tensors.parameters):  # mostly, an optimizer has all parameters, in their order
+            positions = list(map(tensors.index.get, map(id, parameters)))
             ours = [i for i in positions if i is not None]
             others = [p for p, position in zip(parameters, positions, strict=True) if position is None]
-            strange = [p for p in others if not tensors.is_sharded(p)]
+            strange = tensors.without_sharded(others)
         if self._thread is None:
             # No run has made these gradients, as where the step is called by itself.
             if ours and self.gradients.has_others(ours):
                 warnings.warn(_BETWEEN_RUNS.format(name), UserWarning, stacklevel=2)
-            return
+            return None
         if len(strange) == len(parameters) and id(optimizer) not in self._optimizers:
             # A step may make an optimizer for a copy of the model. One that has taken a step in an earlier run trains
             # something that every worker has, and that each would train with its own rows.
             is_new = self._strangers.setdefault(optimizer, self._num_runs) == self._num_runs
             if is_new or self._thread != threading.get_ident():
-                return
+                return None
         if self._thread != threading.get_ident():
             raise RuntimeError(_ON_OTHER_THREAD.format(name, threading.current_thread().name))
         for parameter in strange:
@@ -287,16 +310,15 @@ class OwnObjects(Storage):
         if _may_draw(optimizer):
             self._updating.append(self.random.for_all_workers())
             self._updating[-1].__enter__()
+        return self._changed_arguments(args, kwargs) if len(args) > 1 or kwargs else None
 
     def after_any_step(self, optimizer: Optimizer) -> None:
         """Called after any optimizer in the process has taken a step, on its thread."""
         if self._updating and self._thread == threading.get_ident() and _may_draw(optimizer):
             self._updating.pop().__exit__(None, None, None)
 
-    def changed_arguments(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _changed_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a step, with a closure whose loss is that of the whole batch; None: as they are."""
-        if self._thread != threading.get_ident() or id(optimizer) not in self._optimizers:
-            return None
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
             return (args[0], self._of_all_workers(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):

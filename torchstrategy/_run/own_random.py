@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import final
 
 import torch
 
 from torchstrategy._communication.workers import Workers
+from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.errors import plural
 from torchstrategy._core.types import Device, GeneratorLike
 from torchstrategy._execution.random_streams import generators_of
@@ -41,6 +43,7 @@ class OwnRandom:
     def __init__(self, workers: Workers, device: Device) -> None:
         self._workers = workers
         self._device = device
+        self._has_accelerator = is_accelerator(device)
         self._stream = workers.index  # the worker whose random numbers this one draws
         self._begun = _States([])  # when the run began
         self._digest = b""  # of these states
@@ -71,24 +74,25 @@ class OwnRandom:
     @contextmanager
     def for_all_workers(self) -> Iterator[None]:
         """A block of a run whose random numbers are the same in all workers."""
-        own = self._states()
+        own = _States(self._generators)
         if self._shared is not None:
             self._set(self._shared)
         else:
             self._seed("for all")
-        begun = self._states()
+        begun = _States(self._generators)
         try:
             yield
         finally:
-            left = self._states()
+            left = _States(self._generators)
             if left.bits != begun.bits:
                 self._shared = left
             self._set(own)
 
     def begin_run(self) -> None:
         """From here on, the replica draws from its stream."""
-        self._generators = self.generators()
-        states = self._states()
+        if self._has_accelerator:  # which has no generator before it is first used
+            self._generators = self.generators()
+        states = _States(self._generators)
         self._shared = None
         if states.bits != self._begun.bits:
             self._begun, self._first = states, states
@@ -97,13 +101,13 @@ class OwnRandom:
             self.mark = zlib.crc32(self._digest)
             if self._stream:
                 self._seed(self._stream)
-                self._first = self._states()
+                self._first = _States(self._generators)
         elif self._stream:
             self._set(self._first)
 
     def end_run(self) -> None:
         """The replica has drawn what it draws: the generators get the state for the next run."""
-        has_drawn = self._states().bits != self._first.bits or self._shared is not None
+        has_drawn = _States(self._generators).bits != self._first.bits or self._shared is not None
         if has_drawn:
             self._seed("next")
             self._num_drawn += 1
@@ -121,9 +125,6 @@ class OwnRandom:
         """The random generators from which the replica draws."""
         return generators_of(self._device, with_cpu=True)
 
-    def _states(self) -> _States:
-        return _States([generator.get_state() for generator in self._generators])
-
     def _set(self, states: _States) -> None:
         for generator, state in zip(self._generators, states.tensors, strict=True):
             generator.set_state(state)
@@ -134,10 +135,14 @@ class _States:
 
     __slots__ = ("bits", "tensors")
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, generators: Sequence[GeneratorLike]) -> None:
+        self.tensors = list(map(_GET_STATE, generators))
         # `torch.equal` takes several times as long as it takes to compare bytes.
-        self.bits = [tensor.numpy().tobytes() for tensor in tensors]
+        self.bits = list(map(_AS_BYTES, map(torch.Tensor.numpy, self.tensors)))
+
+
+_GET_STATE: Callable[[GeneratorLike], torch.Tensor] = methodcaller("get_state")
+_AS_BYTES: Callable[[object], bytes] = methodcaller("tobytes")
 
 
 _DREW = (

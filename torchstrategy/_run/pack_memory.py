@@ -31,6 +31,7 @@ class PackMemory:
     Attributes:
         pack: As given.
         sent: All of it, in a dtype that can be added up.
+        num_sent: How many numbers that is.
         gradients: The part of each gradient, in the order of the pack.
         buffers: The part of each buffer, by its position.
     """
@@ -54,6 +55,7 @@ class PackMemory:
         self._numbers: NDArray[Any] = numbers.numpy() if num_numbers else np.empty(0)
         # Buffers that are taken from one worker may have any dtype: the bytes of the others are zeros.
         self.sent = flat if can_be_added(flat.dtype) else flat.view(torch.uint8)
+        self.num_sent = self.sent.numel()
 
     def put_gradients(self, own: list[torch.Tensor], weight: float) -> None:
         """Copies the gradients of this worker into it, and weighs them."""

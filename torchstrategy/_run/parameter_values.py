@@ -50,7 +50,9 @@ class ValuesOfParameters:
 
     def mark(self) -> int:
         """A number that differs where the workers have written parameters otherwise."""
-        moved = [*map(sub, versions(self._tensors.parameters), self._agreed), *self._writes_on_sharded()]
+        moved = [*map(sub, versions(self._tensors.parameters), self._agreed)]
+        if self._sharded:
+            moved += self._writes_on_sharded()
         writes = self._tensors.num_writes_between_runs
         return hash((*moved, writes, self._checksum_of_next())) & 0xFFFFFFFF
 

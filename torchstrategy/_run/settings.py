@@ -13,6 +13,7 @@ from torchstrategy._core.torch_internals import versions
 
 
 class _Known(NamedTuple):
+    reference: weakref.ref[Optimizer]
     seen: Any  # what the next look compares
     has_tensors: bool
     settings: list[dict[str, Any]]
@@ -27,18 +28,29 @@ class SettingsOfOptimizers:
     """
 
     def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+        # By the ids of optimizers, each with a reference to it. Each backward looks here, and to look into a
+        # `WeakKeyDictionary` takes longer.
+        self._known: dict[int, _Known] = {}
 
     def of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """The settings of the groups of an optimizer."""
-        now = [[(key, value) for key, value in group.items() if key != "params"] for group in optimizer.param_groups]
-        known = self._known.get(optimizer)
-        if known is not None and known.seen == (_seen(now) if known.has_tensors else now):
+        now = list(map(_without_parameters, optimizer.param_groups))
+        key = id(optimizer)
+        known = self._known.get(key)
+        is_known = known is not None and known.reference() is optimizer
+        if known is not None and is_known and known.seen == (_seen(now) if known.has_tensors else now):
             return known.settings
-        settings = [_sorted(dict(group)) for group in now]
+        settings = list(map(_sorted, now))
         has_tensors = _holds_tensors(now)
-        self._known[optimizer] = _Known(_seen(now) if has_tensors else now, has_tensors, settings)
+        reference = weakref.ref(optimizer, lambda _: self._known.pop(key, None))
+        self._known[key] = _Known(reference, _seen(now) if has_tensors else now, has_tensors, settings)
         return settings
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    settings = dict(group)
+    del settings["params"]
+    return settings
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -45,6 +45,9 @@ class ShardedModels:
 
     Args:
         modules: The modules.
+
+    Attributes:
+        is_empty: Whether there is none. Each backward asks it.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -62,9 +65,7 @@ class ShardedModels:
             for name, parameter in module._parameters.items()
             if is_distributed_tensor(parameter) and name not in self._places.get(id(module), ())
         ]
-
-    def __bool__(self) -> bool:
-        return bool(self._of_fully_shard or self._split)
+        self.is_empty = not (self._of_fully_shard or self._split)
 
     def has_places(self, module: nn.Module) -> bool:
         """Whether `fully_shard` decides which tensors a module has under some names."""
@@ -119,7 +120,7 @@ class ShardedModels:
         """
         factor = weight * count
         handles = []
-        if self and abs(factor - 1.0) > _IS_ONE:
+        if abs(factor - 1.0) > _IS_ONE:
             split = [module._parameters[name] for module, name in self._split]
             wholes = [*map(whole_of_sharded, self._of_fully_shard), *split]
             weigh = _weighing_by(factor)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import NamedTuple, TypeGuard, final
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeGuard, final
 
 import torch
 from torch import nn
 
 from torchstrategy._binding.changes import UncountedWrites, are_same, write_value
-from torchstrategy._core.torch_internals import dtypes, is_distributed_tensor, requires_grad_of, shapes, sizes, versions
+from torchstrategy._core.torch_internals import dtypes, forms, is_distributed_tensor, requires_grad_of, shapes, versions
 from torchstrategy._replication.copyable import is_running, writes_unseen
 from torchstrategy._run.sharded_models import ShardedModels
 
@@ -39,21 +40,31 @@ class TrainedTensors:
     def __init__(self, modules: Sequence[nn.Module], variables: Sequence[torch.Tensor], averages_buffers: bool) -> None:
         self._modules = modules
         self.sharded = ShardedModels(modules)
-        self._tables = [module._parameters for module in modules if not self.sharded.has_places(module)]
-        self._partly_sharded = [module for module in modules if self.sharded.has_places(module)]
-        self._tables_of_buffers = [module._buffers for module in modules]
-        self._tables_of_children = [module._modules for module in modules]
-        self._children = self._list_children()
+        tables = [module._parameters for module in modules if not self.sharded.has_places(module)]
         self._variables = list(variables)
+        # Between forward and backward, `fully_shard` has other tensors in the places of its parameters: of modules with
+        # such places, the names are looked at, and what they have under other names.
+        sharded = [module for module in modules if self.sharded.has_places(module)]
+        self._tables_of_sharded = [module._parameters for module in sharded]
+        self._names_of_sharded = self._list_names_of_sharded()
+        self._places_beside = [
+            (module._parameters, name)
+            for module in sharded
+            for name in module._parameters
+            if not self.sharded.has_place(module, name)
+        ]
+        held: list[Any] = [*chain.from_iterable(map(_VALUES, tables)), *self._variables]
+        held += [table[name] for table, name in self._places_beside]
+        known = {id(p): p for p in held if p is not None and not is_distributed_tensor(p)}
+        self.parameters: list[torch.Tensor] = list(known.values())
+        self._tables: list[dict[str, Any]] = [*tables, *(module._modules for module in modules)]
+        self._parts = self._list_parts()
+        self._forms = forms(self.parameters)
+        self._tables_of_buffers = [module._buffers for module in modules]
         self._averages = averages_buffers
         self.num_writes_between_runs = 0  # before so many runs this process has written buffers
-        self.listed = self._list()
-        known = {id(p): p for p in self.listed if p is not None and not is_distributed_tensor(p)}
-        self.parameters = list(known.values())
-        self._forms = self._list_forms()
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self.positions = list(range(len(self.parameters)))
-        self._sharded_ids: set[int] = set()
         self._known_flags: list[bool] = []
         self._known_modes: list[bool] = []
         self._text_of_flags = self._text_of_modes = ""
@@ -61,34 +72,29 @@ class TrainedTensors:
 
     def is_same(self) -> bool:
         """Whether the modules still have the same parameters, of the same shapes, and hold the same modules."""
-        return (
-            are_same(self._list(), self.listed)
-            and are_same(self._list_children(), self._children)
-            and self._list_forms() == self._forms
-        )
-
-    def is_sharded(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is one of the sharded ones of the modules."""
-        if not is_distributed_tensor(parameter):
+        if self._tables_of_sharded and self._list_names_of_sharded() != self._names_of_sharded:
             return False
-        if id(parameter) not in self._sharded_ids:  # some ways of loading a checkpoint replace parameters
-            self._sharded_ids = set(map(id, self.sharded.parameters()))
-        return id(parameter) in self._sharded_ids
+        return are_same(self._list_parts(), self._parts) and forms(self.parameters) == self._forms
 
-    def _list(self) -> list[torch.Tensor | None]:
-        listed = [*chain.from_iterable(map(dict.values, self._tables)), *self._variables]
-        for module in self._partly_sharded:
-            # Between forward and backward, `fully_shard` has other tensors in the places of its parameters.
-            has_place = self.sharded.has_place
-            listed += [p for name, p in module._parameters.items() if not has_place(module, name)]
-        return listed
+    def _list_names_of_sharded(self) -> list[str]:
+        return list(chain.from_iterable(self._tables_of_sharded))
 
-    def _list_children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._tables_of_children)))
+    def _list_parts(self) -> list[Any]:
+        """The parameters and children of the modules, but for parameters of `fully_shard`."""
+        held: list[Any] = list(chain.from_iterable(map(_VALUES, self._tables)))
+        if self._places_beside:
+            held += [table[name] for table, name in self._places_beside]
+        return held
 
-    def _list_forms(self) -> tuple[list[int], list[torch.dtype]]:
-        """What differs where a parameter was resized, or got another dtype, by its `data`."""
-        return sizes(self.parameters), dtypes(self.parameters)
+    def without_sharded(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of some parameters that are none of the sharded ones of the modules."""
+        if self.sharded.is_empty or not parameters:
+            return list(parameters)
+        # They are listed anew, since some ways of loading a checkpoint replace parameters.
+        ids = set(map(id, self.sharded.parameters()))
+        if ids.issuperset(map(id, parameters)):  # as mostly
+            return []
+        return [p for p in parameters if id(p) not in ids]
 
     def names(self) -> list[str]:
         """The names of the parameters, for messages."""
@@ -103,7 +109,8 @@ class TrainedTensors:
 
     def flags(self) -> str:
         """A text that says which parameters are trained. It is the same object for as long as it says the same."""
-        flags = requires_grad_of([*self.parameters, *self.sharded.parameters()] if self.sharded else self.parameters)
+        sharded = self.sharded
+        flags = requires_grad_of(self.parameters if sharded.is_empty else [*self.parameters, *sharded.parameters()])
         if flags != self._known_flags:
             self._known_flags = flags
             self._text_of_flags = "".join("1" if flag else "0" for flag in flags)
@@ -111,7 +118,7 @@ class TrainedTensors:
 
     def modes(self) -> str:
         """A text that says which modules are in training mode. As for `flags`, it is mostly the same object."""
-        modes = [module.training for module in self._modules]
+        modes = list(map(_MODE, self._modules))
         if modes != self._known_modes:
             self._known_modes = modes
             words = ["train" if mode else "eval" for mode in modes]
@@ -203,10 +210,8 @@ class TrainedTensors:
             self.num_writes_between_runs += 1
 
     def _has_written(self) -> bool:
-        return self._has_buffers() and (self._were_replaced() or self._note_writes())
-
-    def _has_buffers(self) -> bool:
-        return any(self._tables_of_buffers) or bool(self._slots)
+        has_buffers = bool(self._slots) or any(self._tables_of_buffers)
+        return has_buffers and (self._were_replaced() or self._note_writes())
 
     def _were_replaced(self) -> bool:
         slots = [(module, name) for module in self._modules for name in module._buffers]
@@ -239,6 +244,10 @@ class TrainedTensors:
             write_value(buffer, value, is_counted=not is_running(*self._slots[i]))
         self._take_values()
         self._known = _copies_of(values)
+
+
+_VALUES: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
+_MODE: Callable[[nn.Module], bool] = attrgetter("training")
 
 
 def _is_sparse(buffer: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

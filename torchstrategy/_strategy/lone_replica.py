@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from torchstrategy._core import distributed_values
-from torchstrategy._core.context import in_use, needs_device_context
+from torchstrategy._core.context import in_use, needs_device_context, this_thread
 from torchstrategy._core.distributed_values import check_component_counts
 from torchstrategy._core.options import ReduceOp, RunOptions
+from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, StrategyLike, Tree
 from torchstrategy._execution.instruments import performed_alone
@@ -60,15 +61,30 @@ def run_on_own_objects(
 
     if weights.is_understudy:
         args, kwargs = distributed_values.for_understudy((args, kwargs))
-    args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0)
+    args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0) if kwargs else kwargs
     name = getattr(fn, "__name__", type(fn).__name__)
-    frame = LoneFrame(strategy, make_group)
-    with storage.run(weights, name, values, (args, kwargs)), traced("run {} [replica {}]", fn, 0), frame:
-        try:
+    frame, frames = LoneFrame(strategy, make_group), this_thread.frames
+
+    def call() -> Tree:
+        depth = len(frames)
+        try:  # not a block: a signal's handler may raise on the way into its `__exit__`, and the frame would stay
+            frames.append(frame)
             workers.begin_step()
-            with in_use(device if callers_device is not None else None):
+            if callers_device is None:
                 result = performed_alone(fn, args, kwargs)
-            refuse_unfinished(result)
+            else:
+                with in_use(device):
+                    result = performed_alone(fn, args, kwargs)
+            if result is not None:
+                refuse_unfinished(result)
         finally:
+            del frames[depth:]
             frame.ends()
+        return result
+
+    if is_profiling():
+        with traced("run {} [replica {}]", fn, 0):
+            result = storage.run(weights, name, values, (args, kwargs), call)
+    else:
+        result = storage.run(weights, name, values, (args, kwargs), call)
     return None if result is None else weights.regrouped({0: result}, workers, are_results=True)

@@ -313,7 +313,8 @@ class LoneFrame(Frame):
     __slots__ = ("_make_group",)
 
     def __init__(self, strategy: StrategyLike, make_group: Callable[[], ReplicaGroup] | None = None) -> None:
-        super().__init__(strategy)
+        # As `Frame` does, without a call: each run makes one.
+        self.strategy, self._replica_context, self.local_objects = strategy, None, {}
         self._make_group = make_group
 
     @property

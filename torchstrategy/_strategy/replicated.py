@@ -146,14 +146,18 @@ class ReplicatedExtended(StrategyExtended):
             )
         self._is_running = True
         self._workers.begin_run()
-        try:
-            with self._workers.exchanging("the beginning of a run", is_run=True):
-                _require_callable(fn)
-                if isinstance(self._storage, OwnObjects):
-                    strategy, default = self._container_strategy(), self._gradient_reduction
-                    counts = self._counts(args, kwargs, options)
-                    return run_on_own_objects(strategy, self._storage, fn, args, kwargs, options, default, counts)
-                return self._run_together(fn, args, kwargs, options)
+        before = self._workers.num_exchanges
+        try:  # as in a block of `exchanging`, which takes six calls
+            _require_callable(fn)
+            if isinstance(self._storage, OwnObjects):
+                strategy, default = self._container_strategy(), self._gradient_reduction
+                counts = self._counts(args, kwargs, options)
+                return run_on_own_objects(strategy, self._storage, fn, args, kwargs, options, default, counts)
+            return self._run_together(fn, args, kwargs, options)
+        except BaseException as error:
+            is_early = self._workers.num_exchanges == before
+            self._workers.tell_why(error, "the beginning of a run", is_early)
+            raise
         finally:
             self._is_running = False
 
