@@ -160,6 +160,69 @@ def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
     assert "program.py: 0 steps" in printed and "cpu -> cuda:0  12 bytes in 1 tensor" in printed
 
 
+def test_a_program_that_silences_its_ranks_does_not_silence_the_report(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        """if True:
+        import builtins, os, sys, logging
+        import torch, torch.distributed as dist
+        dist.init_process_group("nccl")
+        if dist.get_rank():
+            builtins.print = lambda *args, **kwargs: None
+            sys.stdout = sys.stderr = open(os.devnull, "w")
+        dist.barrier()
+        print("rank", dist.get_rank())
+        logging.warning("rank %s warns", dist.get_rank())
+        dist.barrier()
+        raise ValueError("of all ranks")
+        """
+    )
+    done, _ = run(tmp_path, "--ranks", "2", "program.py")
+    assert done.returncode == 1 and done.stdout == "rank 0\n"
+    assert "rank 0 warns" in done.stderr and "rank 1 warns" not in done.stderr
+    assert "ValueError: of all ranks" in done.stderr and "exit status 1" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]])
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("import builtins; builtins.print = None", 0),
+        ("import sys; sys.stderr.close(); sys.stderr = None", 0),
+        ("import os; os.chdir('/')", 0),
+        ("import os; os._exit(0)", 0),
+        ("import os; os._exit(3)", 3),
+        ("import os; os.execv('/bin/true', ['true'])", 1),
+    ],
+)
+def test_no_program_ends_without_a_report(program: str, status: int, ranks: list[str], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(program)
+    options = ["--json", "report.json", *ranks]  # a folder is that of the start
+    done = python(*RUN, *options, "program.py", folder=tmp_path, **NO_ACCELERATOR)
+    assert done.returncode == status, done.stderr
+    assert f"program.py: 0 steps on 2 simulated devices, exit status {status}" in done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["status"] == status
+    assert "os.execv" not in program or "Start what it starts with torchstrategy.testing.run" in done.stderr
+
+
+def test_a_report_that_cannot_be_written_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print('ran')")
+    done = python(*RUN, "--json", "missing/report.json", "program.py", folder=tmp_path, **NO_ACCELERATOR)
+    assert done.returncode == 1 and done.stdout == "ran\n"
+    assert "the report could not be written: " in done.stderr and "missing/report.json" in done.stderr
+
+
+def test_a_collective_that_nobody_waits_for_is_found_in_a_program(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import torch\nimport torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "x = torch.ones(4, device='cuda')\n"
+        "work = dist.all_reduce(x, async_op=True)\n"
+    )
+    done, _ = run(tmp_path, "--ranks", "2", "program.py")
+    assert done.returncode == 1
+    assert "never waited for all_reduce #1 of 4 float32, sum (program.py:5)" in done.stderr
+
+
 def test_each_rank_finds_the_classes_of_its_script_where_pickle_looks(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import torch.distributed as dist\n"
