@@ -67,6 +67,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "shapes",
         },  # which devices there are, and what happens on them
         {"fakes", "generators", "program", "streams"},
+        {"checksums", "pinned_creation"},
         {"recorder"},
         {"accounts"},
         {"memory"},
