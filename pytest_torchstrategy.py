@@ -18,7 +18,9 @@ before anything else, and torch takes seconds to import and reads its environmen
 from __future__ import annotations
 
 import argparse
+import functools
 import re
+import unittest
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -249,6 +251,8 @@ def simulated_devices() -> list[torch.device]:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker(_TIME_MARK) is not None and isinstance(item, pytest.Function):
         item.fixturenames.append("virtual_time")  # last: what other fixtures prepare takes no time
+    if item.get_closest_marker(_RANKS_MARK) is not None:
+        _take_over(item)
 
 
 @pytest.fixture
@@ -320,35 +324,85 @@ def _draw(item: pytest.Item, trace: VirtualTrace) -> None:
 # Ranks
 
 
-@pytest.fixture
-def rank(request: pytest.FixtureRequest) -> int:
+@pytest.fixture(scope="session")  # hypothesis refuses what is made anew for each test
+def rank() -> int:
     """The rank of a test that is marked with `ranks(n)`: the test is called once in each, at the same time."""
-    if request.node.get_closest_marker(_RANKS_MARK) is None:
-        pytest.fail(
-            f"{request.node.nodeid} takes the fixture `rank`, and is not marked: put @pytest.mark.ranks(4) above it.",
-            pytrace=False,
-        )
     return 0  # `pytest_pyfunc_call` replaces it
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not isinstance(item, pytest.Function) or item.get_closest_marker(_RANKS_MARK) is not None:
+        return
+    found = item._fixtureinfo.name2fixturedefs.get("rank", ())
+    if found and found[-1].func.__module__ == __name__:
+        pytest.fail(
+            f"{item.nodeid} takes the fixture `rank`, and is not marked: put @pytest.mark.ranks(4) above it.",
+            pytrace=False,
+        )
+
+
+@pytest.hookimpl(wrapper=True)  # before all plugins that call tests
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     mark = pyfuncitem.get_closest_marker(_RANKS_MARK)
     if mark is None:
-        return None
-    from torchstrategy.testing import run_ranks
+        return (yield)
+    from torchstrategy.testing._ranks.marked_tests import in_ranks
 
-    names = pyfuncitem._fixtureinfo.argnames
-    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    n = _number_of_ranks(pyfuncitem, mark)
+    _refuse_output_of_the_process(pyfuncitem)
+    # Of a test of hypothesis, each example runs in ranks: they have to draw the same.
+    owner, name = pyfuncitem, "obj"
+    if hasattr(getattr(pyfuncitem.obj, "hypothesis", None), "inner_test"):
+        owner, name = pyfuncitem.obj.hypothesis, "inner_test"
+    test = getattr(owner, name)
+    setattr(owner, name, in_ranks(test, n))
+    try:
+        return (yield)
+    finally:
+        setattr(owner, name, test)
 
-    def main(rank: int) -> None:
-        pyfuncitem.obj(**arguments | ({"rank": rank} if "rank" in arguments else {}))
 
-    run_ranks(main, *_number_of_ranks(pyfuncitem, mark))
-    return True
+def _refuse_output_of_the_process(test: pytest.Function) -> None:
+    for name in ("capfd", "capfdbinary", "capsysbinary"):
+        if name in test.fixturenames:
+            pytest.fail(
+                f"{test.nodeid} is marked with `{_RANKS_MARK}`, and takes the fixture `{name}`, which has what all "
+                "ranks print, mixed: take `capsys`, which each rank has for itself.",
+                pytrace=False,
+            )
 
 
-def _number_of_ranks(test: pytest.Function, mark: pytest.Mark) -> tuple[int]:
+def _take_over(item: pytest.Item) -> None:
+    """Replaces how a marked test runs if it is no function: pytest would run it without ranks."""
+    runs: Any = item
+    if not isinstance(item, pytest.Function):
+        runs.runtest = functools.partial(
+            pytest.fail, f"{item.nodeid} is marked with `{_RANKS_MARK}`, and is no function of Python.", pytrace=False
+        )
+    elif item.cls is not None and issubclass(item.cls, unittest.TestCase):
+        runs.runtest = functools.partial(_run_test_case, item)
+
+
+def _run_test_case(item: pytest.Function) -> None:
+    from torchstrategy.testing._ranks.marked_tests import run_test_case
+
+    method = getattr(item.cls, item.name)
+    for name, instead in (
+        ("is_hypothesis_test", "write it as a function, of which each example runs in ranks"),
+        ("__unittest_expecting_failure__", "mark it with @pytest.mark.xfail"),
+    ):
+        if getattr(method, name, False):
+            pytest.fail(
+                f"{item.nodeid} is marked with `{_RANKS_MARK}`, and is a method of a unittest.TestCase with "
+                f"`{name}`: {instead}.",
+                pytrace=False,
+            )
+    mark = item.get_closest_marker(_RANKS_MARK)
+    assert mark is not None
+    run_test_case(item.instance, item.name, _number_of_ranks(item, mark))
+
+
+def _number_of_ranks(test: pytest.Function, mark: pytest.Mark) -> int:
     if len(mark.args) != 1 or mark.kwargs or not isinstance(mark.args[0], int):
         given = ", ".join([*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())])
         pytest.fail(
@@ -356,7 +410,7 @@ def _number_of_ranks(test: pytest.Function, mark: pytest.Mark) -> tuple[int]:
             "@pytest.mark.ranks(4).",
             pytrace=False,
         )
-    return (mark.args[0],)
+    return int(mark.args[0])
 
 
 # Leaks

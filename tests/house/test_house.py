@@ -67,6 +67,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "shapes",
         },  # which devices there are, and what happens on them
         {"fakes", "generators", "program", "streams"},
+        {"checksums", "pinned_creation"},
         {"recorder"},
         {"accounts"},
         {"memory"},
@@ -85,16 +86,17 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"limits", "virtual_time"},
     ],
     ("testing", "_ranks"): [
-        {"injection", "record", "torch_internals", "turns"},
+        {"imports", "injection", "process", "record", "torch_internals", "turns"},
         {"lines", "moments", "tensors"},
         {"exchanges"},
         {"world"},
         {"store"},
-        {"belongings", "faults", "groups"},
+        {"belongings", "faults", "groups", "profilers", "signals"},
         {"run_ranks"},
+        {"marked_tests"},
     ],
     ("testing", "_runner"): [
-        {"deep_alias", "observer", "prediction", "programs"},
+        {"deep_alias", "observer", "output", "prediction", "programs"},
         {"report"},
         {"command"},
     ],

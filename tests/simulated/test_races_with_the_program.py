@@ -185,3 +185,70 @@ def test_methods_of_tensors_are_put_back() -> None:
     with record_streams():
         assert [vars(torch.Tensor).get(name) for name in names] != before
     assert [vars(torch.Tensor).get(name) for name in names] == before
+
+
+# What torch does not see
+
+
+def _write_and(wait: bool, part: slice = slice(None)) -> Callable[[Tensors], object]:
+    def use(tensors: Tensors) -> None:
+        seen = tensors.source.numpy()
+        tensors.device[part].copy_(tensors.source[part], non_blocking=True)
+        if wait:
+            torch.accelerator.synchronize(DEVICE)
+        seen[:4] = 7
+        torch.accelerator.synchronize(DEVICE)
+        seen[:] = 8  # nothing is under way
+
+    return use
+
+
+def test_a_write_of_numpy_on_a_buffer_that_is_copied_is_a_race() -> None:
+    (race,) = races(_write_and(wait=False))
+    assert (
+        "Pinned memory that a copy (test_races_with_the_program.py:" in race and " reads was written on the CPU" in race
+    )
+    assert races(_write_and(wait=False, part=slice(0, 8, 2))) != []
+    assert races(_write_and(wait=False, part=slice(4, 8))) == []  # another part
+    assert races(_write_and(wait=True)) == []
+
+
+def test_a_write_of_numpy_on_what_a_copy_writes_is_a_race() -> None:
+    def use(tensors: Tensors, waits: bool) -> None:
+        seen = tensors.target.numpy()
+        tensors.comes()
+        if waits:
+            tensors.device.sum().item()
+        seen[0] = 7
+
+    (race,) = races(lambda tensors: use(tensors, waits=False))
+    assert " writes was written on the CPU" in race
+    assert races(lambda tensors: use(tensors, waits=True)) == []
+
+
+def test_a_write_that_torch_sees_is_told_once_and_one_of_the_device_is_none() -> None:
+    def write(tensors: Tensors) -> None:
+        tensors.goes()
+        tensors.source.fill_(3)
+        torch.accelerator.synchronize(DEVICE)
+
+    def write_back(tensors: Tensors) -> None:
+        tensors.goes()
+        tensors.source.copy_(tensors.device + 1, non_blocking=True)  # on the same stream, and so later
+        torch.accelerator.synchronize(DEVICE)
+
+    assert len(races(write)) == 1
+    assert races(write_back) == []
+
+
+def test_buffers_in_turns_are_no_race() -> None:
+    def use(tensors: Tensors) -> None:
+        buffers = [torch.empty(8).pin_memory() for _ in range(2)]
+        events = [torch.get_device_module(DEVICE).Event() for _ in buffers]
+        for step in range(6):
+            events[step % 2].synchronize()
+            buffers[step % 2].numpy()[:] = step
+            tensors.device.copy_(buffers[step % 2], non_blocking=True)
+            events[step % 2].record(torch.get_device_module(DEVICE).current_stream(DEVICE))
+
+    assert races(use) == []

@@ -514,6 +514,144 @@ def test_a_marked_test_runs_in_ranks(tmp_path: Path) -> None:
     assert "is marked with `ranks('many')`: give the number of ranks" in output
 
 
+def test_a_mark_runs_every_kind_of_test_in_ranks(tmp_path: Path) -> None:
+    project(
+        tmp_path,
+        test_it="""
+            import asyncio, unittest
+            import pytest, torch
+            import torch.distributed as dist
+            from hypothesis import given, settings, strategies as st
+
+            met = []
+
+            def total():
+                dist.init_process_group("nccl")
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                return total.item()
+
+            class WithoutATest(unittest.TestCase):
+                def setUp(self):
+                    self.total = total()
+
+                def tearDown(self):
+                    met.append(dist.get_rank())
+
+            @pytest.mark.ranks(2)
+            class TestCase(WithoutATest):
+                def test_in_two(self):
+                    with self.subTest("of one"):
+                        self.assertEqual(self.total, 2)
+
+                def test_that_fails_in_one(self):
+                    with self.subTest(rank=dist.get_rank()):
+                        self.assertEqual(dist.get_rank(), 0)
+
+                def test_skipped_by_itself(self):
+                    self.skipTest("in each")
+
+                @unittest.skip("always")
+                def test_skipped(self): ...
+
+                @unittest.expectedFailure
+                def test_expected_to_fail(self):
+                    raise ValueError
+
+                @given(st.integers())
+                def test_with_examples(self, n): ...
+
+            def test_each_had_a_case_of_its_own():
+                assert sorted(met) == [0, 0, 0, 1, 1, 1]
+
+            @pytest.mark.ranks(2)
+            async def test_async(rank):
+                await asyncio.sleep(0)
+                assert total() == 2 and met.append(rank) is None
+
+            @pytest.mark.ranks(2)
+            async def test_async_that_fails(rank):
+                assert rank == 0
+
+            @pytest.mark.ranks(2)
+            @settings(max_examples=3)
+            @given(n=st.integers(1, 5))
+            def test_examples(rank, n):
+                assert total() == 2
+                x = torch.ones(n) * rank
+                dist.all_reduce(x)
+                assert x.sum() == n
+
+            @pytest.mark.ranks(2)
+            @settings(max_examples=5)
+            @given(n=st.integers(1, 5))
+            def test_examples_that_fail(rank, n):
+                assert rank == 0
+
+            @pytest.mark.ranks(2)
+            def test_capsys(rank, capsys, monkeypatch):
+                monkeypatch.setenv("MINE", str(rank))
+                total()
+                print("rank", rank)
+                dist.barrier()
+                assert capsys.readouterr() == (f"rank {rank}\\n", "")
+                with capsys.disabled():
+                    print("seen by all")
+                print("nobody reads this")
+
+            @pytest.mark.ranks(2)
+            def test_capfd(capfd): ...
+        """,
+    )
+    output = pytest_on(tmp_path, "-v", "-rA")
+    assert outcomes(output) == {
+        "TestCase::test_in_two": "passed",
+        "TestCase::test_that_fails_in_one": "failed",
+        "TestCase::test_skipped_by_itself": "skipped",
+        "TestCase::test_skipped": "skipped",
+        "TestCase::test_expected_to_fail": "failed",
+        "TestCase::test_with_examples": "failed",
+        "test_each_had_a_case_of_its_own": "passed",
+        "test_async": "passed",
+        "test_async_that_fails": "failed",
+        "test_examples": "passed",
+        "test_examples_that_fail": "failed",
+        "test_capsys": "passed",
+        "test_capfd": "failed",
+    }
+    assert "mark it with @pytest.mark.xfail" in output
+    assert "write it as a function, of which each example runs in ranks" in output
+    assert "takes the fixture `capfd`, which has what all ranks print, mixed: take `capsys`" in output
+    assert output.count("nobody reads this") >= 2
+
+
+@pytest.mark.parametrize(("mark", "plugin"), [("anyio", "anyio"), ("asyncio", "pytest_asyncio")])
+def test_tests_of_a_plugin_for_async_run_in_ranks(mark: str, plugin: str, tmp_path: Path) -> None:
+    pytest.importorskip(plugin)
+    project(
+        tmp_path,
+        test_it=f"""
+            import asyncio
+            import pytest, torch
+            import torch.distributed as dist
+
+            @pytest.fixture
+            def anyio_backend():
+                return "asyncio"
+
+            @pytest.mark.ranks(2)
+            @pytest.mark.{mark}
+            async def test_async(rank):
+                await asyncio.sleep(0)
+                dist.init_process_group("nccl")
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                assert total == 2
+        """,
+    )
+    assert outcomes(pytest_on(tmp_path, "-v", "-W", "ignore")) == {"test_async": "passed"}
+
+
 def test_the_fixtures_fail_a_test_that_leaves_something_behind(tmp_path: Path) -> None:
     project(
         tmp_path,

@@ -220,6 +220,42 @@ def a_message_of_another_size(rank: int) -> None:
         dist.recv(torch.ones(3), 0)
 
 
+@fault(2, "rank 1 has written on a tensor of all_reduce #1 of 2 float32, sum (@) before it waited for it.")
+def writes_before_it_waits(rank: int) -> None:
+    begin()
+    x = torch.ones(2)
+    work = dist.all_reduce(x, async_op=True)
+    x.fill_(3)
+    work.wait()  # type: ignore[union-attr]
+
+
+@fault(2, "rank 1 has written on a tensor of recv of 2 int64, from rank 0 (@) before it waited for it.")
+def writes_past_torch_before_it_waits(rank: int) -> None:
+    begin()
+    x = torch.ones(2, dtype=torch.int64)
+    seen = x.numpy()
+    if rank:
+        work = dist.irecv(x, 0)
+        seen[0] = 5
+        work.wait()  # type: ignore[union-attr]
+    else:
+        dist.send(x, 1)
+
+
+@fault(2, "rank 0 has ended, and never waited for all_reduce #1 of 2 float32, sum (@)")
+def never_waits_where_a_default_device_is_set(rank: int) -> None:
+    begin()
+    with torch.device("cpu"):
+        dist.all_reduce(torch.ones(2), async_op=True)
+
+
+@fault(2, "rank 1 begins a profiler of torch (@), and rank 0 has one open (@). torch has one profiler for a process")
+def two_ranks_profile(rank: int) -> None:
+    begin()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        dist.all_reduce(torch.ones(2))
+
+
 @fault(2, "rank 0 has ended, and never waited for all_reduce #1 of 2 float32, sum (@): its tensors hold nothing of use")
 def a_forgotten_wait(rank: int) -> None:
     begin()

@@ -137,6 +137,73 @@ def test_a_race_is_an_exit_status_if_it_is_asked_for(tmp_path: Path) -> None:
     assert done.returncode == 1 and "does not wait for it" in done.stderr
 
 
+def test_a_write_of_numpy_on_a_buffer_that_is_copied_is_a_race(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import torch\n"
+        "buffer = torch.ones(1024).pin_memory()\n"
+        "rows = buffer.numpy()\n"
+        "batch = buffer.to('cuda', non_blocking=True)\n"
+        "rows[:] = 7\n"
+        "batch.sum().item()\n"
+    )
+    done, report = run(tmp_path, "--strict", "program.py")
+    assert done.returncode == 1 and len(report["races"]) == 1
+    assert "a copy (program.py:4), on the default stream of sim:0, reads was written on the CPU" in done.stderr
+
+
+def test_memory_may_be_pinned_where_it_is_made(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        """if True:
+        import os, torch, torch.distributed as dist
+        from torch import nn
+        x, pinned = torch.ones(2, 3, 4, 5), dict(pin_memory=True)
+        made = [
+            torch.empty(4, **pinned), torch.zeros(2, 3, **pinned), torch.ones((), **pinned),
+            torch.full((2,), 1.5, **pinned),
+            torch.tensor([1, 2], **pinned), torch.rand(3, **pinned), torch.randn(3, **pinned),
+            torch.arange(3, **pinned),
+            torch.randint(3, (4,), **pinned), torch.eye(3, **pinned), torch.linspace(0, 1, 4, **pinned),
+            torch.empty_like(x, **pinned), torch.zeros_like(x, dtype=torch.float16, **pinned),
+            torch.rand_like(x, **pinned),
+            x.new_empty(3, **pinned), x.new_zeros((2, 2), **pinned), x.new_full((3,), 2, **pinned),
+            torch.empty_strided((2, 3), (1, 2), **pinned),
+            torch.empty(2, 3, 4, 5, memory_format=torch.channels_last, **pinned),
+            torch.zeros_like(torch.ones(3, device="cuda"), device="cpu", **pinned),
+        ]
+        assert all(tensor.is_pinned() and tensor.is_cpu for tensor in made), [tensor.is_pinned() for tensor in made]
+        assert made[1].tolist() == [[0.0] * 3] * 2 and made[4].dtype is torch.int64 and made[13].mean() > 0
+        assert made[-3].stride() == (1, 2) and made[-2].is_contiguous(memory_format=torch.channels_last)
+        assert made[11].stride() == x.stride() and not torch.empty(4).is_pinned() and not torch.zeros(4).is_pinned()
+        assert torch.empty(2, 0, 3).stride() == (3, 3, 1) and torch.empty(0).shape == (0,)
+
+        weight = torch.ones(3, device="cuda", requires_grad=True)
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            loss = weight.square().sum()
+        loss.backward()
+        assert weight.grad.tolist() == [2, 2, 2]
+
+        dist.init_process_group("nccl")
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).cuda()
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = layers
+            def forward(self, x, index):
+                return self.layers[index](x)
+        model = nn.parallel.DistributedDataParallel(Model(), device_ids=[rank], find_unused_parameters=True)
+        for step in range(2):
+            model.zero_grad()
+            model(torch.full((1, 2), rank + 1.0, device="cuda"), step).sum().backward()
+            assert layers[step].weight.grad.flatten().tolist() == [1.5] * 4
+        print("ok")
+        """
+    )
+    done, _ = run(tmp_path, "--ranks", "2", "program.py")
+    assert done.returncode == 0 and done.stdout == "ok\nok\n", done.stderr
+
+
 def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import torch\ntorch.ones(3).cuda()\nprint('now', flush=True)\nwhile True:\n    torch.ones(1)\n"
@@ -158,6 +225,69 @@ def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
             process.kill()
     assert process.returncode == 130
     assert "program.py: 0 steps" in printed and "cpu -> cuda:0  12 bytes in 1 tensor" in printed
+
+
+def test_a_program_that_silences_its_ranks_does_not_silence_the_report(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        """if True:
+        import builtins, os, sys, logging
+        import torch, torch.distributed as dist
+        dist.init_process_group("nccl")
+        if dist.get_rank():
+            builtins.print = lambda *args, **kwargs: None
+            sys.stdout = sys.stderr = open(os.devnull, "w")
+        dist.barrier()
+        print("rank", dist.get_rank())
+        logging.warning("rank %s warns", dist.get_rank())
+        dist.barrier()
+        raise ValueError("of all ranks")
+        """
+    )
+    done, _ = run(tmp_path, "--ranks", "2", "program.py")
+    assert done.returncode == 1 and done.stdout == "rank 0\n"
+    assert "rank 0 warns" in done.stderr and "rank 1 warns" not in done.stderr
+    assert "ValueError: of all ranks" in done.stderr and "exit status 1" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]])
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("import builtins; builtins.print = None", 0),
+        ("import sys; sys.stderr.close(); sys.stderr = None", 0),
+        ("import os; os.chdir('/')", 0),
+        ("import os; os._exit(0)", 0),
+        ("import os; os._exit(3)", 3),
+        ("import os; os.execv('/bin/true', ['true'])", 1),
+    ],
+)
+def test_no_program_ends_without_a_report(program: str, status: int, ranks: list[str], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(program)
+    options = ["--json", "report.json", *ranks]  # a folder is that of the start
+    done = python(*RUN, *options, "program.py", folder=tmp_path, **NO_ACCELERATOR)
+    assert done.returncode == status, done.stderr
+    assert f"program.py: 0 steps on 2 simulated devices, exit status {status}" in done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["status"] == status
+    assert "os.execv" not in program or "Start what it starts with torchstrategy.testing.run" in done.stderr
+
+
+def test_a_report_that_cannot_be_written_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print('ran')")
+    done = python(*RUN, "--json", "missing/report.json", "program.py", folder=tmp_path, **NO_ACCELERATOR)
+    assert done.returncode == 1 and done.stdout == "ran\n"
+    assert "the report could not be written: " in done.stderr and "missing/report.json" in done.stderr
+
+
+def test_a_collective_that_nobody_waits_for_is_found_in_a_program(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import torch\nimport torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "x = torch.ones(4, device='cuda')\n"
+        "work = dist.all_reduce(x, async_op=True)\n"
+    )
+    done, _ = run(tmp_path, "--ranks", "2", "program.py")
+    assert done.returncode == 1
+    assert "never waited for all_reduce #1 of 4 float32, sum (program.py:5)" in done.stderr
 
 
 def test_each_rank_finds_the_classes_of_its_script_where_pickle_looks(tmp_path: Path) -> None:

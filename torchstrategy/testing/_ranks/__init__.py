@@ -10,10 +10,15 @@ exchanges        what ranks bring to a collective, and what they get
 world            the ranks of a run, and what they exchange
 store            the store of `torch.distributed`
 groups           the process group
+profilers        one rank at a time may have torch's profiler
+imports          what modules say of loggers and warnings while they are imported
+process          what Python keeps once for a process
 belongings       what each rank has for itself, as a process has
+signals          each rank has handlers of signals
 injection        failures that a test plans
 faults           ranks that fail where the test says
 run_ranks        runs the ranks
+marked_tests     a test that runs in ranks
 """
 
 from torchstrategy.testing._ranks.faults import fail_in_rank

@@ -10,6 +10,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from torchstrategy.testing._ranks.imports import Imports
+from torchstrategy.testing._ranks.process import PythonState
 from torchstrategy.testing._ranks.torch_internals import (
     forget_fake_results,
     put_variables,
@@ -21,20 +23,27 @@ from torchstrategy.testing._simulation.generators import default_generators
 
 @final
 class Belongings:
-    """The environment variables, random numbers, default dtype, script and process groups of one process.
+    """What Python has for one process, its environment variables, random numbers, default dtype, script and groups.
 
     Args:
+        imports: What modules say while they are imported in the run.
         environment: Variables that it has, besides those of this process.
     """
 
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, imports: Imports, environment: dict[str, str] | None = None) -> None:
+        self._imports = imports
         self._take()
         if environment is not None:
+            self._python_state = PythonState(is_new=True)
             self._environment |= environment
             self._variables = variables_of_a_new_process()
 
     def put_on(self) -> None:
-        """Makes them those of this process."""
+        """Makes them those of this process.
+
+        Raises:
+            FileNotFoundError: If the working folder is no longer there.
+        """
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
         for name, value in self._environment.items():
@@ -49,12 +58,15 @@ class Belongings:
         sys.modules["__main__"] = self._main  # a script is a module of its own in each rank, and pickle looks there
         put_variables(self._variables)
         forget_fake_results()
+        self._python_state.put_on()
+        self._imports.repeat(self._seen)
 
     def take_off(self) -> None:
         """Keeps what this process has now."""
         self._take()
 
     def _take(self) -> None:
+        self._python_state, self._seen = PythonState(), len(self._imports)
         self._environment = dict(os.environ)
         self._torch = torch.get_rng_state()
         self._devices = [generator.get_state() for generator in default_generators()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from torchstrategy.testing._ranks.lines import is_called_by_torch
 from torchstrategy.testing._ranks.moments import Moments, device_of, met
 from torchstrategy.testing._ranks.record import Collective
-from torchstrategy.testing._ranks.tensors import bring, in_words, spoil, taken
+from torchstrategy.testing._ranks.tensors import bring, in_words, is_spoiled, overlap, spoil, taken
 from torchstrategy.testing._ranks.turns import Wait
 from torchstrategy.testing._simulation.listeners import Listener
 from torchstrategy.testing._simulation.program import unwatched
@@ -32,6 +32,7 @@ class Call:
         detail: The reduction or the root.
         size: The bytes of the whole, as `Collective.bytes` counts them.
         same_sizes: Whether all ranks have to show tensors of one size.
+        group: Whose collective it is: those of one group are done in order.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class Call:
         detail: str = "",
         size: int | None = None,
         same_sizes: bool = True,
+        group: Hashable = None,
     ) -> None:
-        self.kind, self.detail, self.settle = kind, detail, settle
+        self.kind, self.detail, self.settle, self.group = kind, detail, settle, group
         self.sizes = in_words(shown)
         self.size = sum(tensor.nbytes for tensor in shown) if size is None else size
         self.device = device_of(shown)  # not the tensors: what is given is not kept
@@ -171,6 +173,7 @@ class Part(Wait):
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange, self._rank = exchange, rank
         self._gets = exchange.calls[rank].gets
+        self._group = exchange.calls[rank].group
         # torch knows what it does: `Join` never waits for some of its collectives.
         self.has_to_be_waited_for = bool(exchange.calls[rank].gets) and not is_called_by_torch()
         self.is_delivered = False
@@ -192,14 +195,35 @@ class Part(Wait):
             self._exchange.moments[self._rank].received(self._exchange.ends)
 
     def deliver(self) -> list[torch.Tensor]:
-        """Writes what the rank gets on its tensors, once, and returns them."""
+        """Writes what the rank gets on its tensors, once, and returns them.
+
+        Raises:
+            RuntimeError: If the program has written on them since it called the collective.
+        """
         if not self.is_delivered and self._exchange.results is not None:
             self.is_delivered = True
+            self._check_untouched()
             self._exchange.calls[self._rank].gets = []  # another rank may keep the exchange, and not these tensors
             with torch.no_grad(), unwatched():
                 for tensor, value in zip(self._gets, self._exchange.results.pop(self._rank), strict=False):
                     bring(value, tensor)
         return self._gets
+
+    def writes_on(self, group: Hashable, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether this collective of a group has still to write on some tensors."""
+        return not self.is_delivered and group == self._group and overlap(self._gets, tensors)
+
+    def _check_untouched(self) -> None:
+        if not self.has_to_be_waited_for:
+            return
+        with torch.no_grad(), unwatched():
+            is_untouched = all(is_spoiled(tensor) for tensor in self._gets)
+        if not is_untouched:
+            raise RuntimeError(
+                f"rank {self._rank} has written on a tensor of {self} before it waited for it. The collective writes "
+                "there, too: on a cluster one of the two is lost, or they are mixed. Call `wait()` on what the "
+                "asynchronous collective returned first, or write on a clone."
+            )
 
     def sender(self) -> int:
         """The rank that sent a message."""

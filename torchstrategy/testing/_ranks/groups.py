@@ -237,6 +237,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Values, target: int, tag: int = 0) -> RankWork:
         self._world.came_to(self._me, "send")
+        self._world.finish_before(self._me, self._key, tensors)
         call = Call("send", tensors, tensors, [], _message, detail=f"to rank {self._ranks[target]}{_tagged(tag)}")
         return self._work(self._world.send(self._me, self._ranks[target], (self._key, tag), call))
 
@@ -248,16 +249,18 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _receive(self, tensors: Values, source: int | None, tag: int, detail: str) -> RankWork:
         self._world.came_to(self._me, "recv")
-        call = Call("recv", tensors, [], tensors, _message, detail=detail + _tagged(tag))
+        self._world.finish_before(self._me, self._key, tensors)
+        call = Call("recv", tensors, [], tensors, _message, detail=detail + _tagged(tag), group=self._key)
         return self._work(self._world.receive(self._me, source, (self._key, tag), call))
 
     # Of all of them
 
     def _meet(self, kind: str, shown: Values, gives: Values, gets: Values, settle: Settle, **options: Any) -> RankWork:
         self._world.came_to(self._me, kind)
+        self._world.finish_before(self._me, self._key, [*shown, *gives, *gets])
         self._calls += 1
         name = f"#{self._calls}{self._in_words}"
-        call = Call(kind, shown, gives, gets, settle, **options)
+        call = Call(kind, shown, gives, gets, settle, group=self._key, **options)
         return self._work(self._world.meet(self._me, (self._key, self._calls), self._ranks, name, call))
 
     def _work(self, part: Part) -> RankWork:

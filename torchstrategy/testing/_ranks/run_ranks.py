@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -17,8 +16,11 @@ from torchstrategy._core.worker_threads import worker_here
 from torchstrategy.testing._ranks.belongings import Belongings
 from torchstrategy.testing._ranks.faults import Visits
 from torchstrategy.testing._ranks.groups import RankGroup
+from torchstrategy.testing._ranks.imports import Imports
 from torchstrategy.testing._ranks.moments import as_a_process, ranks_end
+from torchstrategy.testing._ranks.profilers import OneProfiler
 from torchstrategy.testing._ranks.record import RankRecord
+from torchstrategy.testing._ranks.signals import OwnSignals
 from torchstrategy.testing._ranks.store import RankStore
 from torchstrategy.testing._ranks.torch_internals import (
     forget_meshes,
@@ -49,9 +51,10 @@ def run_ranks(
     rank ends early or fails.
 
     Each rank has what a process has: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and
-    `MASTER_PORT` in `os.environ`, random numbers (seeded as this process is now), a default dtype, process groups. If
-    devices are simulated, rank r begins with device r as its current one, and starts again at the first where there are
-    fewer. Ranks do share modules and their global variables.
+    `MASTER_PORT` in `os.environ`, random numbers (seeded as this process is now), a default dtype, process groups;
+    built-in names (a rank may replace `print`), `sys.argv`, `sys.stdout`, hooks, warnings, loggers, a working folder.
+    If devices are simulated, rank r begins with device r as its current one, and starts again at the first where there
+    are fewer. Ranks do share modules and their global variables, and one at a time may have torch's profiler.
 
     What a collective writes holds NaN, or the lowest integer, until it is waited for. Messages are received before
     `send` returns, as large ones are on GPUs.
@@ -67,7 +70,8 @@ def run_ranks(
 
     Raises:
         RanksStopped: A `RuntimeError`, if no rank can go on, or if ranks call collectives that do not fit together.
-        RuntimeError: If a rank does not wait for what a collective writes, or if this is called in a rank.
+        RuntimeError: If a rank does not wait for what a collective writes, or writes there before it has waited; if two
+            ranks profile at a time; or if this is called in a rank.
         BaseException: What a rank raised first, as the same object. A note says which rank it was.
         TypeError: If an argument is of the wrong kind.
         ValueError: If `n` is below 1, or `order` does not list each rank once.
@@ -126,7 +130,8 @@ class _Run:
         self.world = World(n, self._turns, self._visits.came_to, record)
         # torch's C++ does not keep a store of Python alive.
         self._stores = [RankStore(self.world, rank) for rank in range(n)]
-        self._belongings = [Belongings(_environment(rank, n)) for rank in range(n)]
+        self._imports, self._profiler = Imports(), OneProfiler()
+        self._belongings = [Belongings(self._imports, _environment(rank, n)) for rank in range(n)]
         self._marks = [next(_marks) for _ in range(n)]  # of the device meshes of each rank
         self._gone: set[int] = set()
         self._one_gone = threading.Semaphore(0)
@@ -135,13 +140,16 @@ class _Run:
 
     def go(self) -> None:
         """Runs all ranks to their ends, and raises what one of them raised."""
-        mine, hook = Belongings(), sys.excepthook
+        mine = Belongings(self._imports)
         threads = [threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(self._n)]
         isolate_threads(True)
         try:
             with (
                 groups_made_by(self._make_group, self._make_store, self._rank_and_size),
                 meshes_marked_by(lambda: self._marks[self._turns.running]),
+                self._imports.noted(),
+                self._profiler.guarded(),
+                OwnSignals().kept(),
             ):
                 for thread in threads:
                     thread.start()
@@ -160,7 +168,6 @@ class _Run:
             ranks_end()
             mine.put_on()
             forget_meshes()
-            sys.excepthook = hook  # `init_process_group` sets one that prints the rank
         self._raise()
 
     def _run(self, rank: int) -> None:
@@ -187,6 +194,7 @@ class _Run:
                 self._errors[rank] = error
                 how = f"has failed: {described(error)}"
         finally:
+            self._profiler.close(rank)
             self._turns.end(rank, how)
 
     def _wait(self) -> None:

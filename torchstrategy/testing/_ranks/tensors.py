@@ -51,6 +51,33 @@ def spoil(tensor: torch.Tensor) -> None:
         here.fill_(torch.iinfo(tensor.dtype).min)
 
 
+def is_spoiled(tensor: torch.Tensor) -> bool:
+    """Whether a tensor still has what `spoil` gave it, as far as can be known."""
+    if tensor.is_sparse or tensor.dtype is torch.bool or _has_no_numbers(tensor):
+        return True
+    here = _seen_here(tensor)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(torch.isnan(here.float() if here.element_size() == 1 else here).all())
+    return bool((here == torch.iinfo(tensor.dtype).min).all())
+
+
+def overlap(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors have memory in common with others."""
+    spans = [_span(tensor) for tensor in tensors if tensor.layout is torch.strided]
+    for start, end in [_span(other) for other in others if other.layout is torch.strided]:
+        if any(start < its_end and its_start < end for its_start, its_end in spans):
+            return True
+    return False
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the memory of a tensor begins and ends."""
+    if not tensor.numel():
+        return 0, 0
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
 def in_words(tensors: Sequence[torch.Tensor]) -> str:
     """The sizes and dtypes: `3x4 float32, 7 int64`; those of many tensors in short."""
     shown = ", ".join(_in_words(tensor) for tensor in tensors[:_SHOWN])

@@ -262,8 +262,24 @@ _BACKEND = "torchstrategy_ranks"
 _NCCL = (2, 27, 5)  # torch logs it with an error of a collective, and cannot find it where it has no NCCL
 
 
-# The files through which every call of a collective passes.
-ENTRANCES = (c10d.__name__, "torch.distributed.c10d_logger")
+# The files through which every call of a collective passes. The last three are between a program and the collective
+# where a function mode is at work, a default device is set, or the call is wrapped in a context such as `no_grad`.
+ENTRANCES = (
+    c10d.__name__,
+    "torch.distributed.c10d_logger",
+    "torch.overrides",
+    "torch.utils._device",
+    "torch.utils._contextlib",
+)
+
+# The class under every profiler of torch, and whether one of them is at work in the process.
+PROFILER: Any = torch.autograd.profiler.profile
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch is at work, on whatever thread."""
+    profilers: Any = torch.autograd.profiler
+    return bool(profilers._is_profiler_enabled)
 
 
 def factor_of(operation: Any) -> float:

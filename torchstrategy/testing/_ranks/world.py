@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import final
 
+import torch
+
 from torchstrategy.testing._ranks.exchanges import Call, Exchange, Part, UnlikeCalls
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._ranks.record import RankRecord
@@ -85,6 +87,18 @@ class World:
             part.receive()
         part.deliver()
         self._parts[rank] = [other for other in self._parts[rank] if other is not part]
+
+    def finish_before(self, rank: int, group: Hashable, tensors: Sequence[torch.Tensor]) -> None:
+        """Brings what collectives of a group write on some tensors, which a later one of this group uses.
+
+        Raises:
+            RanksStopped: If a rank cannot get it any more.
+            RuntimeError: If the program has written there before.
+        """
+        for part in self._parts[rank]:
+            if part.has_to_be_waited_for and part.writes_on(group, tensors):
+                self.turns.wait(rank, part)
+                part.deliver()
 
     def is_there(self, rank: int, part: Part) -> bool:
         """Whether a rank has what it gets; lets others run before the answer is no.

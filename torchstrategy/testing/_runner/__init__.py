@@ -1,5 +1,6 @@
 """Runs a program for GPUs on simulated devices, and reports what it did.
 
+output       where the report goes
 observer     copies between devices, and where the program waits for one
 deep_alias   "cuda" also in what devices and tensors say of themselves
 prediction   how long the program would take on GPUs

@@ -13,10 +13,12 @@ from typing import Any, final
 
 import torch.multiprocessing as mp
 
+from torchstrategy.testing._ranks.process import put_back_builtins, take_builtins
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._ranks.run_ranks import run_recorded
 from torchstrategy.testing._runner.deep_alias import deep_alias
 from torchstrategy.testing._runner.observer import Observer, observing
+from torchstrategy.testing._runner.output import Output, ends_with_a_report
 from torchstrategy.testing._runner.prediction import FILES, Prediction
 from torchstrategy.testing._runner.programs import Program, module, script
 from torchstrategy.testing._runner.report import Report
@@ -29,7 +31,8 @@ DEVICE = "cuda"  # what the report calls devices: the program's word
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a program as the command line says; returns its exit status."""
-    options = _parsed(arguments)
+    options, output = _parsed(arguments), Output()
+    names, folder = take_builtins(), Path.cwd()  # which the program may replace, and leave
     count = options.devices or max(options.ranks or 0, 2)
     simulate_devices(count)
     try:
@@ -38,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, ModuleNotFoundError, SyntaxError) as error:
         print(f"torchstrategy.testing.run: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    run = _Run(program, options)
+    run = _Run(program, options, output)
     status = run.go()
+    put_back_builtins(names)
     report = Report(
         program=Path(options.program).name,
         status=status,
@@ -50,12 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=DEVICE,
         prediction=run.prediction,
     )
-    print(f"\n{report}", file=sys.stderr)
-    if options.json:
-        Path(options.json).write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    if run.prediction is not None and options.trace:
-        run.prediction.save(Path(options.trace))
-    return 1 if options.strict and run.races and not status else status
+    is_written = output.write(f"\n{report}\n")
+    try:
+        if options.json:
+            (folder / options.json).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        if run.prediction is not None and options.trace:
+            run.prediction.save(folder / options.trace)
+    except OSError as error:
+        output.write(f"torchstrategy.testing.run: the report could not be written: {error}\n")
+        is_written = False
+    is_bad = not is_written or (options.strict and run.races)
+    return status or int(bool(is_bad))
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -113,8 +122,8 @@ def _profile(text: str) -> DeviceProfile:
 
 @final
 class _Run:
-    def __init__(self, program: Program, options: argparse.Namespace) -> None:
-        self._program, self._options = program, options
+    def __init__(self, program: Program, options: argparse.Namespace, output: Output) -> None:
+        self._program, self._options, self._output = program, options, output
         self.observer = Observer(options.stop_after, _progress)
         self.record = RankRecord()
         self.has_ranks = options.ranks is not None
@@ -125,6 +134,7 @@ class _Run:
         """Runs the program; returns its exit status."""
         with ExitStack() as block:
             block.enter_context(self._program.at_home())
+            block.enter_context(ends_with_a_report(self._output))
             self._predict(block)
             streams = block.enter_context(record_streams(check=False))
             block.enter_context(observing(self.observer))
@@ -161,12 +171,12 @@ class _Run:
             run()
         except SystemExit as error:
             if isinstance(error.code, str):
-                print(error.code, file=sys.stderr)
+                self._output.write(f"{error.code}\n")
             return error.code if isinstance(error.code, int) else int(error.code is not None)
         except KeyboardInterrupt:
             return 130  # as a shell says it
         except BaseException:
-            traceback.print_exc()
+            self._output.write(traceback.format_exc())
             return 1
         return 0
 

@@ -6,8 +6,10 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     ordinals      which simulated devices there are, and which is current on this thread
     listeners     what is told what happens on streams
     pinned        memory of the CPU with a mark
+    pinned_creation  pinned memory where it is made
     shapes        operators that are not computed
     program       what the program itself does with memory of the CPU, and on which of its lines
+    checksums     writes on pinned memory that torch does not see
     memory        one piece of CPU memory, as a tensor of a simulated device and as one of the CPU
     recorder      which stream waits for which, and where none does and should
     accounts      how many bytes each device holds
@@ -67,6 +69,9 @@ from torchstrategy.testing._simulation import (
 )
 from torchstrategy.testing._simulation import (
     parallel as _parallel,
+)
+from torchstrategy.testing._simulation import (
+    pinned_creation as _pinned_creation,
 )
 from torchstrategy.testing._simulation import (
     sparse as _sparse,
@@ -159,6 +164,7 @@ def simulate_devices(count: int) -> list[torch.device]:
     _registered.append(backend)
     for mended in (_generators, _streams, _storages, _tensors, _accelerator, _parallel, _fakes, _cuda_alias):
         mended.install()
+    _pinned_creation.install()
     _generators.make_default_generators(count)
     return simulated_devices()
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torchstrategy._core.torch_internals import function_modes, pop_function_mode, push_function_mode
 from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal
+from torchstrategy.testing._simulation.pinned_creation import allow_pinned_creation
 from torchstrategy.testing._simulation.torch_internals import ENGINE, tensor_cuda
 
 # Functions that take the name of a device type, and that no `TorchFunctionMode` sees.
@@ -91,6 +92,8 @@ class cuda_alias(TorchFunctionMode):
             return _cuda(*args, **kwargs)
         if func is torch.Tensor.type and len(args) > 1 and (dtype := dtype_of_legacy(args[1])) is not None:
             return args[0].to(device=NAME, dtype=dtype)
+        if kwargs.get("pin_memory"):
+            allow_pinned_creation()
         # `torch.device("cuda")` has no index: it means the device that is current when it is used.
         if func is torch.device and args[:1] == ("cuda",):
             return torch.device(NAME, *args[1:], **kwargs)

@@ -9,15 +9,17 @@ reads or writes while the program goes on.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, final
 
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._simulation.checksums import Checksums, UnderWay
 from torchstrategy.testing._simulation.listeners import (
     Copy,
     Kernel,
@@ -79,6 +81,7 @@ class Recorder(Listener):
         self._host: Clock = {}  # how much of every stream's work the program has waited for
         self._memory: dict[int, _Memory] = {}
         self._returned: dict[Stream, list[_Work]] = {}  # what may still use memory that is free, by its home
+        self._under_way = Checksums()
         self._of_cpu: dict[int, _Memory] = {}  # pinned memory that copies used while the program went on
         self._lock = threading.RLock()  # memory may be freed, and say so, while this thread holds the lock
 
@@ -95,6 +98,8 @@ class Recorder(Listener):
     def copied(self, copy: Copy) -> None:
         read, written = ([_storage(tensor)] if copy.is_pinned else _addresses([tensor]) for tensor in copy.tensors)
         with self._lock:
+            if copy.target is None:  # streams may have waited for an earlier copy, and the program not
+                self._check_checksums(lambda other: other.address in written)
             if copy.source is not None and copy.target is not None:
                 self.waits_for_stream(copy.source, copy.target)
                 self._launch(copy.source, "copy", read, written)
@@ -132,6 +137,7 @@ class Recorder(Listener):
     def end(self) -> None:
         """The record is over: a stream that has never waited for another one was not about to do so."""
         with self._lock:
+            self._check_checksums(lambda copy: True)
             for home, returned in self._returned.items():
                 for work in returned:
                     if not self._is_before(work, home) and not self._clock(home).get(work.stream):
@@ -167,12 +173,14 @@ class Recorder(Listener):
     def synchronized(self, moment: Clock) -> None:
         with self._lock:
             _join(self._host, moment)
+            self._check_checksums(self._has_waited_for)
 
     @override
     def synchronized_stream(self, stream: Stream, why: str = "") -> None:
         with self._lock:
             self._note(stream, "synchronize", "stream")
             _join(self._host, self._clock(stream))
+            self._check_checksums(self._has_waited_for)
 
     @override
     def synchronized_device(self, device: int) -> None:
@@ -184,12 +192,15 @@ class Recorder(Listener):
     def used_on_cpu(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
         with self._lock:
             for tensor in (*read, *written):
-                memory = self._of_cpu.get(tensor.untyped_storage().data_ptr())
+                address = tensor.untyped_storage().data_ptr()
+                memory = self._of_cpu.get(address)
                 if memory is None:
                     continue
                 is_write = any(tensor is other for other in written)
                 does = "writes" if is_write else "reads"
                 self._check_with_program(name, does, memory.written, "writes")
+                if is_write:  # torch's own writes are seen, and change the bytes
+                    self._check_checksums(functools.partial(_is_at, address))
                 for work in memory.read.values() if is_write else ():
                     self._check_with_program(name, does, work, "reads")
 
@@ -241,6 +252,7 @@ class Recorder(Listener):
         tensor = copy.tensors[0 if copy.source is None else 1]
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
+        self._under_way.add(copy, work.stream, work.time, work.where)
         if address not in self._of_cpu:
             self._of_cpu[address] = self._memory[address]
             # torch keeps pinned memory until the copies are done, so that is no race; the next tensor is another one.
@@ -257,6 +269,18 @@ class Recorder(Listener):
                 f"{name}{users_line()}, on the CPU, {does} pinned memory that {work.name}{work.where}, on "
                 f"{_named(work.stream)}, {did}, and does not wait for it: say stream.synchronize(), or "
                 "event.synchronize() with an event that was recorded after the copy."
+            )
+
+    def _has_waited_for(self, copy: UnderWay) -> bool:
+        return self._host.get(copy.stream, 0) >= copy.time
+
+    def _check_checksums(self, is_over: Callable[[UnderWay], bool]) -> None:
+        for copy in self._under_way.end(is_over):
+            self._found(
+                f"Pinned memory that a copy{copy.line}, on {_named(copy.stream)}, {copy.does} was written on the CPU "
+                f"before the program has waited for the copy; until here{users_line()}, and past torch, as through "
+                "NumPy: say stream.synchronize() first, or event.synchronize() with an event that was recorded after "
+                "the copy."
             )
 
     def _clock(self, stream: Stream) -> Clock:
@@ -327,7 +351,8 @@ def record_streams(check: bool = True) -> Iterator[Recorder]:
     mistakes all the same, since it looks at which stream waits for which.
 
     Pinned memory of the CPU counts, too: a staging buffer that is filled again while a copy of it is under way, or a
-    result of `.to("cpu", non_blocking=True)` that is read before the program has waited.
+    result of `.to("cpu", non_blocking=True)` that is read before the program has waited. Writes that torch does not
+    see, as those of NumPy, are seen when the program waits.
 
     It records all threads of the process; what the program itself does with pinned memory, on the thread of the block
     and on those of a strategy's replicas. Memory is distinguished by storage: work on two parts of one storage counts
@@ -373,6 +398,10 @@ def check_races(record: Recorder, check: bool = True) -> None:
     """Raises an AssertionError with the races of a record, if it is to `check` them."""
     if check and record.races:
         raise AssertionError("\n- ".join(["On real devices this may go wrong:", *record.races]))
+
+
+def _is_at(address: int, copy: UnderWay) -> bool:
+    return copy.address == address
 
 
 def _join(clock: Clock, other: Clock) -> None:

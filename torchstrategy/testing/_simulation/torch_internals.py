@@ -36,6 +36,9 @@ DispatchKeySet: Any = torch._C.DispatchKeySet
 without_keys: Any = torch._C._ExcludeDispatchKeyGuard
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+# Makes memory of the CPU without the dispatcher: what a kernel calls that stands in for `empty_strided` there.
+_guards: Any = torch._C._dynamo.guards
+make_on_cpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = _guards._empty_strided_cpu
 # A sparse tensor made of its indices and values.
 make_sparse: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
 # Methods of tensors, without what a subclass makes of them.

@@ -1,0 +1,270 @@
+"""What Python has once for a process: each rank has its own, and the caller finds its own again."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import io
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchstrategy.testing import run_ranks
+
+python: Any = sys
+
+
+def _set_print(rank: int) -> Callable[[], Any]:
+    builtins.print = lambda *args: rank
+    return lambda: print()
+
+
+def _set_name(rank: int) -> Callable[[], Any]:
+    vars(builtins)["only_here"] = rank
+    return lambda: vars(builtins)["only_here"]
+
+
+def _set_arguments(rank: int) -> Callable[[], Any]:
+    sys.argv.append(str(rank))
+    return lambda: int(sys.argv[-1]) + 100 * sys.argv.count(str(1 - rank))
+
+
+def _set_output(rank: int) -> Callable[[], Any]:
+    sys.stdout = io.StringIO()
+
+    def ask() -> int:
+        sys.stdout.truncate(sys.stdout.seek(0))
+        print(rank)
+        return int(python.stdout.getvalue())
+
+    return ask
+
+
+def _set_hook(rank: int) -> Callable[[], Any]:
+    python.excepthook = lambda *error: rank
+    return lambda: python.excepthook()
+
+
+def _set_warnings(rank: int) -> Callable[[], Any]:
+    shown: list[str] = []
+    names: Any = warnings
+    names.showwarning = lambda message, *where: shown.append(str(message))
+    warnings.simplefilter("always" if rank else "ignore")
+
+    def ask() -> int:
+        shown.clear()
+        warnings.warn("seen by rank 1 alone", stacklevel=1)
+        return len(shown)
+
+    return ask
+
+
+def _set_logger(rank: int) -> Callable[[], Any]:
+    logger, stream = logging.getLogger("of.a.rank"), io.StringIO()
+    logger.addHandler(logging.StreamHandler(stream))
+    logger.propagate = False
+
+    def ask() -> int:
+        stream.truncate(stream.seek(0))
+        logger.error(rank)
+        return int(stream.getvalue())
+
+    return ask
+
+
+def _set_level(rank: int) -> Callable[[], Any]:
+    logging.getLogger("of.a.rank").setLevel(10 + rank)
+    return lambda: logging.getLogger("of.a.rank").level - 10
+
+
+def _set_all_loggers(rank: int) -> Callable[[], Any]:
+    logging.disable(logging.CRITICAL if rank else logging.NOTSET)
+    return lambda: int(not logging.getLogger("of.a.rank").isEnabledFor(logging.CRITICAL))
+
+
+def _set_deterministic(rank: int) -> Callable[[], Any]:
+    torch.use_deterministic_algorithms(bool(rank))
+    return lambda: int(torch.are_deterministic_algorithms_enabled())
+
+
+def _set_collector(rank: int) -> Callable[[], Any]:
+    gc.disable() if rank else gc.enable()
+    return lambda: int(not gc.isenabled())
+
+
+def _set_signal(rank: int) -> Callable[[], Any]:
+    called: list[int] = []
+    assert signal.signal(signal.SIGTERM, lambda *_: called.append(rank)) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+
+    def ask() -> int:
+        signal.raise_signal(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert called[-2:] == [rank, rank]
+        return called[-1]
+
+    return ask
+
+
+SETS = [value for name, value in list(globals().items()) if name.startswith("_set_")]
+
+
+def _seen() -> list[Any]:
+    names = dict(vars(builtins)), sys.argv, list(sys.argv), sys.stdout, sys.excepthook, sys.displayhook
+    of_warnings = warnings.showwarning, warnings.filters, list(warnings.filters)
+    loggers = {name: list(logging.getLogger(name).handlers) for name in ("of.a.rank", "root", "torch")}
+    of_loggers = loggers, logging.getLogger("of.a.rank").level, logging.root.manager.disable
+    return [*names, *of_warnings, *of_loggers, os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("put", SETS, ids=lambda put: put.__name__)
+def test_each_rank_has_its_own(put: Callable[[int], Callable[[], Any]]) -> None:
+    def main(rank: int) -> list[Any]:
+        dist.init_process_group("gloo")
+        ask = put(rank)
+        seen = []
+        for _ in range(3):
+            dist.barrier()
+            seen.append(ask())
+        return seen
+
+    logging.getLogger("of.a.rank")
+    before = _seen()
+    try:
+        assert run_ranks(main, 2)[0] == [[0] * 3, [1] * 3]
+        assert _seen() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_each_rank_has_a_folder(tmp_path: Path) -> None:
+    def main(rank: int) -> str:
+        dist.init_process_group("gloo")
+        (tmp_path / str(rank)).mkdir()
+        os.chdir(tmp_path / str(rank))
+        dist.barrier()
+        Path("written").write_text(str(rank))
+        dist.barrier()
+        return Path("written").read_text()
+
+    before = os.getcwd()
+    assert run_ranks(main, 2)[0] == ["0", "1"]
+    assert os.getcwd() == before
+
+
+def test_what_one_rank_does_not_replace_is_as_it_was() -> None:
+    def main(rank: int) -> Any:
+        dist.init_process_group("gloo")
+        if rank == 0:
+            vars(builtins)["only_here"] = 1
+            logging.getLogger("made.in.rank.0").addHandler(logging.NullHandler())
+        dist.barrier()
+        return hasattr(builtins, "only_here"), len(logging.getLogger("made.in.rank.0").handlers)
+
+    assert run_ranks(main, 2)[0] == [(True, 1), (False, 0)]
+
+
+def test_what_a_module_sets_when_it_is_imported_holds_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_in_ranks.py").write_text(
+        "import logging, warnings\n"
+        "logger = logging.getLogger(__name__)\n"
+        "logger.addHandler(logging.NullHandler())\n"
+        "logger.setLevel(33)\n"
+        "warnings.filterwarnings('ignore', message='of the module')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def main(rank: int) -> Any:
+        dist.init_process_group("gloo")
+        for _ in range(2):
+            dist.barrier()
+            __import__("imported_in_ranks")
+        logger = logging.getLogger("imported_in_ranks")
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.warn("of the module", stacklevel=1)
+            warnings.warn("another", stacklevel=1)
+        return len(logger.handlers), logger.level, [str(warning.message) for warning in shown]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert run_ranks(main, 2)[0] == [(1, 33, ["another"])] * 2
+
+
+def test_timers_of_a_process_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 0 called signal.alarm\(\), which a process has once"):
+        run_ranks(lambda rank: signal.alarm(1), 2)
+
+
+# The profiler
+
+
+def test_one_rank_profiles() -> None:
+    def main(rank: int) -> int:
+        dist.init_process_group("gloo")
+        if rank:
+            dist.barrier()
+            return 0
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            dist.barrier()
+            torch.ones(3) + 1
+        return sum(event.name == "aten::add" for event in profiler.events())
+
+    for _ in range(2):
+        assert run_ranks(main, 2)[0] == [1, 0]
+
+
+def test_a_profiler_that_a_rank_leaves_open_is_in_nobodys_way() -> None:
+    def main(rank: int) -> None:
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).start()
+
+    for _ in range(2):
+        run_ranks(main, 2)
+
+
+def test_a_profiler_of_the_caller_is_in_the_way() -> None:
+    def main(rank: int) -> None:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            pass
+
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(RuntimeError, match=r"rank 0 begins a profiler of torch .*, and the caller of run_ranks has one"),
+    ):
+        run_ranks(main, 2)
+
+
+# Collectives that are under way
+
+
+def test_a_later_collective_of_a_group_finds_what_an_earlier_one_writes() -> None:
+    def main(rank: int) -> list[float]:
+        dist.init_process_group("nccl")
+        x = torch.ones(4)
+        works: list[Any] = [dist.all_reduce(x, async_op=True), dist.all_reduce(x[1:], async_op=True)]
+        for work in works:
+            work.wait()
+        return list(x)
+
+    assert run_ranks(main, 2)[0] == [[2, 4, 4, 4]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint8])
+def test_who_waits_before_writing_is_not_refused(dtype: torch.dtype) -> None:
+    def main(rank: int) -> None:
+        dist.init_process_group("nccl")
+        x = torch.full((3,), rank).to(dtype)
+        work: Any = dist.broadcast(x, 1, async_op=True)
+        work.wait()
+        x.fill_(3)
+        assert x.float().sum() == 9 if not dtype.is_complex else x.real.sum() == 9
+
+    run_ranks(main, 2)

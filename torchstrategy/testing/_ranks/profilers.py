@@ -1,0 +1,77 @@
+"""torch's profiler in ranks: one rank at a time may have it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, final
+
+from torchstrategy.testing._ranks.lines import line_of_the_user
+from torchstrategy.testing._ranks.torch_internals import PROFILER, is_profiling
+from torchstrategy.testing._ranks.world import current_rank
+
+
+class _Open(NamedTuple):
+    profiler: Any
+    rank: int
+    line: str
+
+
+@final
+class OneProfiler:
+    """Says whose the profiler is. torch has one for a process, and a second one, on another thread, ends Python."""
+
+    def __init__(self) -> None:
+        self._open: _Open | None = None
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """A block in which a second one is refused."""
+        before = [(name, getattr(PROFILER, name)) for name in ("_prepare_trace", "_start_trace", "__exit__")]
+        for name, method in before:
+            setattr(PROFILER, name, self._ending(method) if name == "__exit__" else self._beginning(method))
+        try:
+            yield
+        finally:
+            for name, method in before:
+                setattr(PROFILER, name, method)
+
+    def close(self, rank: int) -> None:
+        """Ends the profiler of a rank that has ended and left it open; on that rank's thread."""
+        if self._open is not None and self._open.rank == rank:
+            with suppress(RuntimeError):  # torch's, if it was prepared, and has not begun
+                self._open.profiler.__exit__(None, None, None)
+            self._open = None
+
+    def _beginning(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(method)
+        def begin(profiler: Any) -> Any:
+            rank = current_rank()
+            if self._open is None and is_profiling():
+                raise RuntimeError(_refusal(rank, "the caller of run_ranks has one open"))
+            if self._open is not None and self._open.rank != rank:
+                raise RuntimeError(_refusal(rank, f"rank {self._open.rank} has one open ({self._open.line})"))
+            self._open = self._open or _Open(profiler, rank, line_of_the_user())
+            return method(profiler)
+
+        return begin
+
+    def _ending(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def end(profiler: Any, *error: Any) -> Any:
+            try:
+                return method(profiler, *error)
+            finally:
+                if self._open is not None and self._open.profiler is profiler:
+                    self._open = None
+
+        return end
+
+
+def _refusal(rank: int, why: str) -> str:
+    return (
+        f"rank {rank} begins a profiler of torch ({line_of_the_user()}), and {why}. torch has one profiler for a "
+        "process, and these ranks are threads of one: two at a time would end Python. Let one rank profile: "
+        "`with torch.profiler.profile(...) if rank == 0 else contextlib.nullcontext():`."
+    )
