@@ -73,6 +73,7 @@ from torchstrategy._communication.workers import WorkerError
 from torchstrategy._core.context import has_strategy, in_cross_replica_context, set_default
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica
 from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
+from torchstrategy._core.errors import did_you_mean as _did_you_mean
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext, VariableAggregation, VariableSynchronization
 from torchstrategy._data_parallel.data_parallel import DataParallel, data_parallel
 from torchstrategy._input.batch_types import register_batch_type
@@ -158,7 +159,10 @@ else:
     def __getattr__(name: str) -> object:
         if name == "testing":
             return _import_module("torchstrategy.testing")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=_sys.modules[__name__])
+        meant = _did_you_mean(name, (*__all__, "testing"))
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}.{meant}", name=name, obj=_sys.modules[__name__]
+        )
 
     def __dir__() -> list[str]:
         return sorted({*globals(), "testing"})

@@ -1,7 +1,7 @@
 """The strategy that a page teaches first is a fast one, where it is used for what it is for: on several devices.
 
-The models of pages have a few numbers, and with these every strategy takes what its launches take. So the strategy of each
-page trains a model of 36 million parameters here, on modelled devices.
+The models of pages have a few numbers, and with these every strategy takes what its launches take. So the strategy of
+each page trains a model of 36 million parameters here, on modelled devices.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torchstrategy._communication.reductions import as_tensor, combined
 from torchstrategy._core.context import current_strategy, set_strategy
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import DistributedValues, check_component_counts
-from torchstrategy._core.errors import require_type, warn
+from torchstrategy._core.errors import plural, require_type, warn
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
 from torchstrategy._core.types import Device, DeviceLike, Tree
@@ -357,6 +357,13 @@ def devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> list
         return local_accelerators() or [canonical_device("cpu:0")]
     if isinstance(devices, str):
         raise ValueError(f"{name} is a list of devices, one for each replica: write [{devices!r}].")
+    if isinstance(devices, int):
+        count = max(devices, 1)
+        here = [str(device) for device in local_accelerators()] or [f"cuda:{index}" for index in range(count)]
+        raise TypeError(
+            f"{name} is a list of devices, one for each replica; got {devices!r}. For {plural(count, 'replica')} write "
+            f'["cpu"] * {count} on the CPU, or {here[:count]} on accelerators; leave it out for all accelerators.'
+        )
     if not isinstance(devices, Iterable) or isinstance(devices, (bytes, dict, set, frozenset)):
         raise TypeError(f"{name} is a list of devices, one for each replica; got {devices!r}.")
     found = [canonical_device(device) for device in devices]
