@@ -262,7 +262,7 @@ class MirroredBase(StrategyBase):
 
 @final
 class MirroredStrategy(MirroredBase, Strategy):
-    """Keeps parameters on the device of every replica, where each replica updates its own.
+    """Every device holds and updates its own copy of the parameters.
 
     The user's own modules are those of the first replica, and the user's own optimizer updates them. Replicas on the
     same device share their memory: all replicas do on `["cpu", "cpu"]`. Each replica on another device has parameters,

@@ -166,7 +166,7 @@ class StrategyBase:
         return self._extended._cluster_resolver
 
     def scope(self) -> StrategyScope[Self]:
-        """A context manager: what is created in it belongs to this strategy, which is the current one in it.
+        """A context manager: modules and optimizers created inside belong to this strategy, the current one there.
 
         Modules and optimizers that are created in it can be used in the step as they are. It may be entered again, also
         within itself.
@@ -198,9 +198,9 @@ class StrategyBase:
     def run(self, fn: ReplicaFn, args: _Args = (), kwargs: _Kwargs = None, options: _Run = None) -> Tree:
         """Calls `fn` once in each replica and returns what the calls returned.
 
-        A distributed value anywhere in the arguments is, in a replica, its component there. What the replicas return
-        is put together leaf by leaf: the same object from all of them is that object, anything else a
-        `DistributedValues`. With one replica there is nothing to put together, and plain values come back.
+        Each replica receives its own component of any distributed argument. What the replicas return is put together
+        leaf by leaf. If all replicas return the same object, you get it; otherwise a `DistributedValues`. With one
+        replica there is nothing to put together, and plain values come back.
 
         In a replica, a module or an optimizer of this strategy *is* the replica's own. After the run the parameters'
         `.grad` hold the gradient that plain PyTorch computes with the same step for the whole batch: the replicas'
@@ -367,6 +367,10 @@ class StrategyBase:
     def reduce(
         self, reduce_op: ReduceOp | str, value: torch.Tensor | PerReplica[Any], axis: _Axis, weights: Any = ...
     ) -> torch.Tensor: ...
+    @overload
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: dict[Any, Any], axis: _Axis, weights: Any = ...
+    ) -> dict[Any, Any]: ...
     @overload
     def reduce(self, reduce_op: ReduceOp | str, value: object, axis: _Axis, weights: Any = ...) -> Any: ...
     @_says_axis

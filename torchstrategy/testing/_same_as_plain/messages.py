@@ -49,8 +49,8 @@ def mismatch_text(problem: Problem, mismatch: Mismatch) -> str:
     lines.append(f"  {plural(problem.num_replicas, 'replica')}; the share of each in the batch: {counts}")
     found = causes(problem, mismatch) or [
         "not found. Ruled out: random numbers, batch statistics, sum instead of mean, mutated state. Does the loss "
-        "compare rows with each other, as contrastive losses with negatives from the batch, ranking and pairwise losses "
-        "do? A replica has its own rows only: bring those of all together with "
+        "compare rows with each other, as contrastive losses with negatives from the batch and ranking losses do? "
+        "A replica has its own rows only: bring those of all together with "
         "get_replica_context().all_gather(rows, axis=0), and count labels from this replica's first row on. If not, "
         "look at what the step does with the number of rows."
     ]
