@@ -1,61 +1,39 @@
-"""One training step, run on one device, on all devices of a machine, or on simulated ones, by changing one line.
+"""Your PyTorch training step on one device, on several, or in several processes, with the result of one device.
 
-A *strategy* runs an ordinary PyTorch step in several *replicas* and makes of their work what one device would have
-made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorch, and replaces
-`torch.nn.DataParallel`.
+A strategy splits each batch among replicas, runs your step in each, and gives their gradients the weights of their
+rows. It brings the API of `tf.distribute` to PyTorch, and takes the place of `torch.nn.DataParallel`.
 
-    replica           one copy of the step, with an id from 0 to n - 1, on a device
-    cross-replica     speaking for all replicas at once: in a `scope()`, in a merge function
-    per-replica       a value with one component for each replica, which may differ
-    mirrored          a value with one component for each replica, known to be equal
-    present, absent   a replica that got no rows sits the step out: it is absent
-    fraction          a replica's rows, divided by the rows of the whole batch
-    weight            what a replica's gradient is multiplied by: if gradients are averaged (`ReduceOp.MEAN`), its
-                      fraction; if they are added up (`SUM`), 1; if its gradient is dropped, 0
-    weighing          said of a replica whose weight is not 0
-    accumulated       the `.grad` of an owner from before the run, and all gradients that were reduced since
-    owner             a parameter of the user's own module, which the optimizer updates
-    local             a replica's own: its copy of a module, its parameter, its gradient
-    plain attribute   an attribute of a module that is no parameter, buffer, layer or table of torch's: `model.config`;
-                      and what a program sets on a tensor: `weight.is_expert`
-    trainer           an object of the user's that holds models or what trains them
-    stepper           a learning-rate scheduler or a `GradScaler`, which counts steps
-    merge function    what `get_replica_context().merge_call` calls, once for all replicas
-    outsider          a trainable tensor that a step names and of which replicas have no copies
-    lead              the first replica that is present: where one replica speaks for all of them, it does
-    worker            one of several processes that train together, each with replicas of its own
-    understudy        a worker without rows: its first replica runs the step on others' rows, and nothing of it counts
-    lane              the replicas that take turns: those on one physical device, or all of them
+    import torch, torchstrategy
 
-At a *synchronization point* every replica brings something, and all go on together: `optimizer.step()`, a collective.
+    strategy = torchstrategy.MirroredStrategy()  # all GPUs; MirroredStrategy(["cpu"] * 4) on a laptop
+    with strategy.scope():
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters())
 
-The rooms of the package, from the lowest floor up. A room imports only from lower floors, which stand before it here; a
-file imports only files that stand before it in its room's docstring.
+    def train_step(inputs, targets):  # plain PyTorch
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
 
-    _core             what every other room uses: types, errors, options, devices, values, where a thread is
-    ----
-    _communication    copies and sums between devices
-    _binding          how a name in the step comes to mean the replica's own object
-    cluster_resolver  who is in a cluster, and which process this is
-    ----
-    _execution        threads, turns, synchronization points, random streams
-    _input            datasets: reading, splitting, prefetching
-    _variables        tensors that replicas share and assign
-    ----
-    _training         the gradients of all replicas become one, and one update follows
-    ----
-    nn                losses and batch normalisation over the whole batch
-    _replication      a model and its optimizers in several replicas
-    ----
-    _run              one replica in each of several workers, on the user's own objects
-    ----
-    _strategy         the public classes, and the story of a step: begin with `_strategy/replicated`
-    ----
-    _data_parallel    a module whose forward runs in replicas, in place of `torch.nn.DataParallel`
-    experimental      names that may still change
-    ----
-    testing           simulated devices, and checks for tests of the user's own
-    compat            the names of TensorFlow 1
+    for batch in strategy.experimental_distribute_dataset(loader):  # of the global batch size
+        loss = strategy.run(train_step, args=batch)
+    print(strategy.reduce("mean", loss, axis=None, weights=batch))
+
+Which strategy:
+    MirroredStrategy             all GPUs of one machine, each with a copy of the parameters
+    MultiWorkerMirroredStrategy  one process for each GPU, which torchrun starts
+    OneDeviceStrategy            one device, to write and debug a script with
+    CentralStorageStrategy       one copy of the parameters, on a device that you name
+    DataParallel                 a module in place of torch.nn.DataParallel, and nothing else changes
+
+What you call: `run`, `reduce`, `gather`, `count_rows`, `barrier`, `scope`, `experimental_distribute_dataset`,
+`experimental_local_results`, `distribute_module` and `distribute_optimizer` of a strategy; in the step
+`get_replica_context()`, which has `all_reduce` and `all_gather`.
+
+`torchstrategy.testing` tests all this without a GPU, and `python -m torchstrategy` prints what your machine has.
+Names that TensorFlow 1 had are in `torchstrategy.compat.v1`, and names that may change in `torchstrategy.experimental`.
 """
 
 import sys as _sys
@@ -73,6 +51,7 @@ from torchstrategy._communication.workers import WorkerError
 from torchstrategy._core.context import has_strategy, in_cross_replica_context, set_default
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica
 from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
+from torchstrategy._core.errors import did_you_mean as _did_you_mean
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext, VariableAggregation, VariableSynchronization
 from torchstrategy._data_parallel.data_parallel import DataParallel, data_parallel
 from torchstrategy._input.batch_types import register_batch_type
@@ -158,10 +137,13 @@ else:
     def __getattr__(name: str) -> object:
         if name == "testing":
             return _import_module("torchstrategy.testing")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=_sys.modules[__name__])
+        meant = _did_you_mean(name, (*__all__, "testing"))
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}.{meant}", name=name, obj=_sys.modules[__name__]
+        )
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), "testing"})
+        return sorted({*__all__, "testing", "__version__", "__doc__"} - {"compat"})  # what users need
 
 
 del TYPE_CHECKING

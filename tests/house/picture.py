@@ -1,6 +1,6 @@
 """Draws the house: `python tests/house/picture.py` writes docs/house.svg, and with `--check` only compares.
 
-The rooms, their floors and their purposes are those that the docstring of the package has; the arrows are the imports
+The rooms, their floors and their purposes are those that the docstring of `tests/house` has; the arrows are the imports
 of its files. An arrow is left out where other arrows lead to the same room, unless it is among the thickest. Thickness
 has three steps only, so that a further import seldom changes the picture.
 """
@@ -43,7 +43,7 @@ THICKNESS = {1: 1.2, SOME: 2.6, MANY: 4.6}
 
 
 class Room(NamedTuple):
-    """A part of the package, as the package's docstring has it."""
+    """A part of the package, as the docstring of `tests/house` has it."""
 
     name: str
     purpose: str
@@ -80,7 +80,7 @@ def listed(init: Path) -> list[tuple[str, str]]:
 def floors() -> list[list[Room]]:
     """The rooms on each floor, from below."""
     found: list[list[Room]] = [[]]
-    for name, purpose in listed(package() / "__init__.py"):
+    for name, purpose in listed(Path(__file__).with_name("__init__.py")):
         if name == "----":
             found.append([])
         else:

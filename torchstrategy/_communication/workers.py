@@ -20,7 +20,7 @@ from torchstrategy._core.types import GeneratorLike
 class WorkerError(RuntimeError):
     """Another worker failed, is gone, hangs, or went another way. The message names it, and what it raised.
 
-    The strategy cannot be used any more, since its workers do not stand at one place. Start them again from the last
+    You cannot use the strategy any more, since its workers are out of sync. Start them again from the last
     checkpoint.
 
     Example:

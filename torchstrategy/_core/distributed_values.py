@@ -246,7 +246,7 @@ def _misused(value: Any, use: str) -> str:
         '  strategy.reduce("mean", value, axis=None)      for the mean over replicas; over rows: weights=batch\n'
         "  strategy.gather(value, axis=0)                 for the rows of all replicas in one tensor\n"
         "  strategy.experimental_local_results(value)     for the component of each replica: the tuple value.values\n"
-        "  sum(map(len, value.values))                    for the number of rows of all these replicas"
+        "  strategy.count_rows(batch)                     for the number of rows of all replicas, if this is a batch"
     )
 
 

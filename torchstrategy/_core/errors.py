@@ -22,10 +22,12 @@ can silence it, or make it an error, without the others.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import operator
 import os
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -114,6 +116,15 @@ def hide_frames(error: BaseException) -> None:
     for above, below in pairwise(kept):
         above.tb_next = below
     error.__traceback__ = kept[0]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'reduce'?`, if one of the public names is like the name; else nothing."""
+    public = {one.lower(): one for one in known if not one.startswith("_")}
+    if f"experimental_{name}" in public:  # what a name is called that has no other ending
+        return f" Did you mean 'experimental_{name}'?"
+    like = difflib.get_close_matches(name.lower(), public, n=1, cutoff=0.7)
+    return f" Did you mean {public[like[0]]!r}?" if like and not name.startswith("_") else ""
 
 
 def plural(count: int, noun: str) -> str:

@@ -17,7 +17,7 @@ from torchstrategy._communication.reductions import as_tensor, combined
 from torchstrategy._core.context import current_strategy, set_strategy
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import DistributedValues, check_component_counts
-from torchstrategy._core.errors import require_type
+from torchstrategy._core.errors import plural, require_type, warn
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
 from torchstrategy._core.types import Device, DeviceLike, Tree
@@ -184,7 +184,7 @@ class CentralStorageBase(StrategyBase):
         count = check_count(examples)
         devices = devices_of_replicas("compute_devices", compute_devices)
         if parameter_device in (None, ""):
-            parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
+            parameter_device = devices[0] if len(devices) == 1 else _default_owner(devices)
         storage = storage_of(devices, canonical_device(parameter_device), buffer_aggregation)
         super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), examples=count))
 
@@ -199,7 +199,9 @@ class CentralStorageStrategy(CentralStorageBase, Strategy):
     Args:
         compute_devices: The device of each replica. A device may stand there several times: `["cpu"] * 4` are four
             replicas on one CPU. None: all accelerators of this machine, or one CPU where there is none.
-        parameter_device: Where parameters live. None: the compute device if there is one, else the CPU.
+        parameter_device: Where parameters and the optimizer's state live. Default: the compute device if there is
+            exactly one; with several, the CPU. This is slow on accelerators, and you are warned of it: name one of
+            them, or `"cpu"` if their memory is too small.
         gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
         buffer_aggregation: What becomes of the running statistics of normalisation layers, which each replica takes
             of its own rows. `"mean"`: they are averaged, each replica weighing its rows. `"only_first_replica"`: the
@@ -260,7 +262,7 @@ class MirroredBase(StrategyBase):
 
 @final
 class MirroredStrategy(MirroredBase, Strategy):
-    """Keeps parameters on the device of every replica, where each replica updates its own.
+    """Every device holds and updates its own copy of the parameters.
 
     The user's own modules are those of the first replica, and the user's own optimizer updates them. Replicas on the
     same device share their memory: all replicas do on `["cpu", "cpu"]`. Each replica on another device has parameters,
@@ -355,12 +357,35 @@ def devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> list
         return local_accelerators() or [canonical_device("cpu:0")]
     if isinstance(devices, str):
         raise ValueError(f"{name} is a list of devices, one for each replica: write [{devices!r}].")
+    if isinstance(devices, int):
+        count = max(devices, 1)
+        here = [str(device) for device in local_accelerators()] or [f"cuda:{index}" for index in range(count)]
+        raise TypeError(
+            f"{name} is a list of devices, one for each replica; got {devices!r}. For {plural(count, 'replica')} write "
+            f'["cpu"] * {count} on the CPU, or {here[:count]} on accelerators; leave it out for all accelerators.'
+        )
     if not isinstance(devices, Iterable) or isinstance(devices, (bytes, dict, set, frozenset)):
         raise TypeError(f"{name} is a list of devices, one for each replica; got {devices!r}.")
     found = [canonical_device(device) for device in devices]
     if not found:
         raise ValueError(f"{name}=[] names no device to run on. Leave it out for all devices of this machine.")
     return found
+
+
+def _default_owner(devices: Sequence[Device]) -> Device:
+    """The CPU, as in TensorFlow, for parameters of replicas on several devices; with a warning if these are faster."""
+    places = list(dict.fromkeys(str(device) for device in devices if device.type != "cpu"))
+    if places:
+        listed = ", ".join(f'"{device}"' for device in devices)
+        warn(
+            "CentralStorageStrategy keeps parameters and the optimizer's state on the CPU by default, as TensorFlow's "
+            f"does, and its replicas are on {', '.join(places)}: each step sends all parameters to them, and the CPU "
+            f"updates them. For a faster step write MirroredStrategy([{listed}]), which keeps a copy on every device, "
+            f'or CentralStorageStrategy([{listed}], "{places[0]}"), which keeps the only copy there. If their memory '
+            f'is too small, keep the CPU, and write CentralStorageStrategy([{listed}], "cpu") so as not to see this.',
+            UserWarning,
+        )
+    return canonical_device("cpu:0")
 
 
 def storage_of(devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any) -> Storage:

@@ -11,8 +11,9 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import wraps
 from threading import get_ident
-from typing import Any, Generic, TypeAlias, TypeVar, final, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast, final, overload
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from typing_extensions import Self
 
 from torchstrategy._core.context import Frame, current_frame, is_default, require_cross_replica
 from torchstrategy._core.distributed_values import PerReplica
-from torchstrategy._core.errors import hide_frames, plural, require_type, unpicklable
+from torchstrategy._core.errors import did_you_mean, hide_frames, plural, require_type, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results, paths_of_results
 from torchstrategy._core.row_lists import is_row_list_or_one_thing
@@ -38,6 +39,7 @@ S = TypeVar("S", bound=StrategyLike)
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
+F = TypeVar("F", bound=Callable[..., Any])
 _Args: TypeAlias = Sequence[Tree]
 _Kwargs: TypeAlias = "dict[str, Tree] | None"
 _Run: TypeAlias = "RunOptions | None"
@@ -45,6 +47,25 @@ _Axis: TypeAlias = "int | tuple[int, ...] | None"
 _Container: TypeAlias = "tuple[Any, ...] | list[Any] | dict[Any, Any]"
 
 ONE_DEFAULT = "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
+
+
+def _says_axis(reduce: F) -> F:
+    """`Strategy.reduce`, which says what to write to somebody who left out `axis`."""
+
+    @wraps(reduce)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 3 and "axis" not in kwargs:
+            call = (
+                f'strategy.reduce("{args[1]}", value, axis=' if isinstance(args[1], str) else "reduce(op, value, axis="
+            )
+            raise TypeError(
+                f"reduce({args[1]!r}, value) does not say over what: give it axis. Write\n"
+                f"  {call}None)      over replicas, as for a loss of each; for a mean over rows also weights=batch\n"
+                f"  {call}0)         over the rows of all replicas, as for a loss of each row"
+            )
+        return reduce(*args, **kwargs)
+
+    return cast(F, checked)
 
 
 @final
@@ -121,6 +142,14 @@ class StrategyBase:
             facts.append(f"parameters on {_listed(self._extended.parameter_devices)}")
         return f"{type(self).__name__}({', '.join(facts)})"
 
+    if not TYPE_CHECKING:  # a type checker shall not take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a property failed: once more, for its own error
+            meant = did_you_mean(name, dir(type(self)))
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.{meant}", name=name, obj=self)
+
     @property
     def extended(self) -> StrategyExtended:
         """What a library that is built on strategies needs, beyond what a training script does."""
@@ -137,7 +166,7 @@ class StrategyBase:
         return self._extended._cluster_resolver
 
     def scope(self) -> StrategyScope[Self]:
-        """A context manager: what is created in it belongs to this strategy, which is the current one in it.
+        """A context manager: modules and optimizers created inside belong to this strategy, the current one there.
 
         Modules and optimizers that are created in it can be used in the step as they are. It may be entered again, also
         within itself.
@@ -169,9 +198,9 @@ class StrategyBase:
     def run(self, fn: ReplicaFn, args: _Args = (), kwargs: _Kwargs = None, options: _Run = None) -> Tree:
         """Calls `fn` once in each replica and returns what the calls returned.
 
-        A distributed value anywhere in the arguments is, in a replica, its component there. What the replicas return
-        is put together leaf by leaf: the same object from all of them is that object, anything else a
-        `DistributedValues`. With one replica there is nothing to put together, and plain values come back.
+        Each replica receives its own component of any distributed argument. What the replicas return is put together
+        leaf by leaf. If all replicas return the same object, you get it; otherwise a `DistributedValues`. With one
+        replica there is nothing to put together, and plain values come back.
 
         In a replica, a module or an optimizer of this strategy *is* the replica's own. After the run the parameters'
         `.grad` hold the gradient that plain PyTorch computes with the same step for the whole batch: the replicas'
@@ -339,7 +368,12 @@ class StrategyBase:
         self, reduce_op: ReduceOp | str, value: torch.Tensor | PerReplica[Any], axis: _Axis, weights: Any = ...
     ) -> torch.Tensor: ...
     @overload
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: _Axis, weights: Any = ...) -> Any: ...
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: dict[Any, Any], axis: _Axis, weights: Any = ...
+    ) -> dict[Any, Any]: ...
+    @overload
+    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: _Axis, weights: Any = ...) -> Any: ...
+    @_says_axis
     def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: _Axis, weights: Tree = None) -> Tree:
         """The sum or mean of a value over the replicas and, if `axis` is given, along that axis in each of them.
 
@@ -399,6 +433,62 @@ class StrategyBase:
             if axis is None:
                 return self._extended._reduce_leaves(op, value)
             return map_results(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
+
+    def count_rows(self, batch: Tree) -> int:
+        """How many rows a batch has in all replicas of all workers together.
+
+        It is the same line for one device and for many. It waits for no accelerator. Under several workers all call
+        it, as they call `reduce`.
+
+        Args:
+            batch: A batch that this strategy split, a part of one, or what `run` returned for each row. A batch that is
+                not distributed counts as it is.
+
+        Example:
+            >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
+            >>> total, count = torch.zeros(()), 0
+            >>> for batch in strategy.experimental_distribute_dataset([torch.ones(7, 3), torch.ones(4, 3)]):
+            ...     loss = strategy.run(torch.mean, args=(batch,))
+            ...     rows = strategy.count_rows(batch)
+            ...     total += rows * strategy.reduce("mean", loss, axis=None, weights=batch)
+            ...     count += rows
+            >>> count, (total / count).item()
+            (11, 1.0)
+
+        Differs from tf.distribute:
+            It is ours.
+
+        Raises:
+            ValueError: If nothing in it has rows, or its parts have different numbers of them.
+            TypeError: If it is not known what the rows of a part are.
+            RuntimeError: If called in a replica (use `len` there) or in another strategy's scope.
+        """
+        require_cross_replica(self, "Strategy.count_rows", instead="len()")
+        with self._extended._exchanging("strategy.count_rows"):
+            return self._extended._count_rows(batch)
+
+    def barrier(self) -> None:
+        """Waits until all workers have come here. A process that trains alone goes on at once.
+
+        Outside of the step, it keeps the others from reading a file before one worker has written it.
+
+        Example:
+            >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
+            >>> if strategy.extended.should_checkpoint:
+            ...     print("one worker writes")
+            one worker writes
+            >>> strategy.barrier()  # the others wait here until it has
+
+        Differs from tf.distribute:
+            It is ours.
+
+        Raises:
+            WorkerError: If a worker is gone, hangs, or is somewhere else in the program.
+            RuntimeError: If called in a replica or in another strategy's scope.
+        """
+        require_cross_replica(self, "Strategy.barrier")
+        with self._extended._exchanging("strategy.barrier"):
+            self._extended._workers.all_gather_object(None, "strategy.barrier")
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[T] | Dataset[T], options: InputOptions | None = None

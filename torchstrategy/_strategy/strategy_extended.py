@@ -20,13 +20,21 @@ from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOpt
 from torchstrategy._communication.reductions import as_axis, as_tensor, summed_along
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
-from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, distributed_within, regroup
+from torchstrategy._core.distributed_values import (
+    ABSENT,
+    DistributedValues,
+    PerReplica,
+    distributed_within,
+    regroup,
+    select,
+)
 from torchstrategy._core.errors import plural, require_type
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
 from torchstrategy._core.row_lists import is_row_list, own_rows
 from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.arrays import ArrayDataset
+from torchstrategy._input.batch_types import rows_of
 from torchstrategy._input.dataset import next_of
 from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._variables.kinds import VariablesOfExtended
@@ -423,6 +431,24 @@ class StrategyExtended(VariablesOfExtended):
         dtype = as_tensor((value.values or (getattr(value, "understudy", mean),))[0]).dtype
         return mean.to(dtype) if dtype.is_floating_point or dtype.is_complex else mean
 
+    def _count_rows(self, batch: Tree) -> int:
+        """The rows of a batch in all replicas of all workers."""
+        found = distributed_within(batch)
+        if not found:
+            return _rows(batch, batch)
+        rows = {leaf.rows for leaf in found if isinstance(leaf, PerReplica) and leaf.rows is not None}
+        if len(rows) > 1:
+            raise ValueError(f"count_rows takes one batch; got parts of several, with the rows {sorted(rows)}.")
+        of_all = {leaf.rows_of_all for leaf in found if isinstance(leaf, PerReplica) and leaf.rows_of_all is not None}
+        if len(of_all) == 1:
+            return sum(of_all.pop())
+        if rows:
+            own = sum(rows.pop())
+        else:  # what a step returned
+            there = [r for r, one in enumerate(found[0]._components) if one is not ABSENT]
+            own = sum(_rows(select(batch, r), batch) for r in there)
+        return sum(self._workers.all_gather_object(own, "strategy.count_rows"))
+
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis)[0], (value,), {}, NO_OPTIONS))
         if op is ReduceOp.SUM:
@@ -499,6 +525,15 @@ def _check_destinations(destinations: object) -> None:
         raise TypeError(f"destinations is one device, tensor or distributed value; got {destinations!r}.")
     if destinations is None:
         raise ValueError("destinations says where the result goes: a device, tensor or distributed value; got None.")
+
+
+def _rows(component: Tree, batch: Tree) -> int:
+    rows = rows_of(component)
+    if rows is None:
+        raise ValueError(
+            f"count_rows takes a batch, or a value with rows; nothing in this one has any: {batch!r:.200}."
+        )
+    return rows
 
 
 def _weighted_parts(value: DistributedValues, weights: Tree) -> tuple[PerReplica, PerReplica]:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -31,8 +32,8 @@ def report() -> dict[str, Any]:
     cluster = {name: os.environ[name] for name in _OF_CLUSTERS if name in os.environ}
     makers: dict[str, Callable[[], Any]] = {
         f'OneDeviceStrategy("{devices[-1].type}:0")': lambda: OneDeviceStrategy(f"{devices[-1].type}:0"),
-        "CentralStorageStrategy()": CentralStorageStrategy,
         "MirroredStrategy()": MirroredStrategy,
+        "CentralStorageStrategy()": CentralStorageStrategy,
         "MultiWorkerMirroredStrategy()": lambda: _joined(cluster),
         'CentralStorageStrategy(["cpu"] * 4)': lambda: CentralStorageStrategy(["cpu"] * 4),
     }
@@ -140,6 +141,8 @@ def _joined(cluster: dict[str, str]) -> Any:
 
 def _tried(make: Callable[[], object]) -> str:
     try:
-        return str(make())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is made is not used
+            return str(make())
     except Exception as error:
         return described(error)

@@ -28,6 +28,11 @@ def _default(devices: Sequence[Device]) -> Strategy:
     return get_strategy()
 
 
+def _central(devices: Sequence[Device]) -> Strategy:
+    """With parameters where nobody looks for them: on the CPU, unless there is one replica."""
+    return CentralStorageStrategy(devices, devices[0] if len(devices) == 1 else "cpu:0")
+
+
 class _Kind(NamedTuple):
     make: Callable[[Sequence[Device]], Strategy]
     devices: Literal["none", "one", "several"]
@@ -36,7 +41,7 @@ class _Kind(NamedTuple):
 _KINDS: Mapping[str, _Kind] = {
     "default": _Kind(_default, "none"),
     "one_device": _Kind(lambda devices: OneDeviceStrategy(devices[0]), "one"),
-    "central": _Kind(CentralStorageStrategy, "several"),
+    "central": _Kind(_central, "several"),
     "mirrored": _Kind(MirroredStrategy, "several"),
 }
 

@@ -221,6 +221,32 @@ def test_without_devices_it_is_one_cpu_where_there_is_no_accelerator() -> None:
     assert extended.worker_devices == extended.parameter_devices == (cpu(0),)
 
 
+def test_where_the_cpu_keeps_parameters_by_default_a_warning_says_so_once_with_the_line_to_write(
+    two_cuda: None,
+) -> None:
+    """Once by Python's own filter: this is given for the line of the user."""
+    chosen = devices.canonical_device("cuda:0"), devices.canonical_device("cuda:1")
+    with pytest.warns(UserWarning, match=r"parameters and the optimizer's state on the CPU by default") as told:
+        CentralStorageStrategy(chosen)
+    assert len(told) == 1 and told[0].filename == __file__
+    for line in (
+        'MirroredStrategy(["cuda:0", "cuda:1"])',
+        'CentralStorageStrategy(["cuda:0", "cuda:1"], "cuda:0")',
+        'CentralStorageStrategy(["cuda:0", "cuda:1"], "cpu")',
+    ):
+        assert line in str(told[0].message)
+
+
+def test_a_parameter_device_that_somebody_named_needs_no_words(
+    two_cuda: None, recwarn: pytest.WarningsRecorder
+) -> None:
+    for parameter_device in ("cpu", "cuda:1"):
+        CentralStorageStrategy(["cuda:0", "cuda:1"], parameter_device)
+    CentralStorageStrategy(["cuda:0"])
+    CentralStorageStrategy(["cpu"] * 4)
+    assert not recwarn.list
+
+
 def test_without_devices_it_is_every_accelerator(two_cuda: None) -> None:
     assert devices.local_accelerators() == [torch.device("cuda", 0), torch.device("cuda", 1)]
 

@@ -577,9 +577,7 @@ def test_the_message_says_at_which_step_what_and_by_how_much() -> None:
     batches = [data(8), (data(8)[0] + 100, data(8)[1]), data(8)]
     model_fn = lambda: nn.Linear(3, 2).double()  # noqa: E731
     said = failure(trained_by(loss), model_fn, batches=batches, ignore=["losses"])
-    assert said.startswith(
-        "At step 2 of 3, the replicas do not make what plain PyTorch makes: the gradient of `weight` is off by"
-    )
+    assert said.startswith("At step 2 of 3, replicas and plain PyTorch disagree: the gradient of `weight` is off by")
     assert "times its norm in plain PyTorch" in said
     assert "rtol=1e-10, atol=1e-13" in said
     assert "others as well, such as the gradient of `bias`, the parameter `weight`, the optimizer's" in said

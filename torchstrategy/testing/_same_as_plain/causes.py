@@ -77,8 +77,8 @@ def _without_replicas(problem: Problem, mismatch: Mismatch) -> Cause | None:
         return None
     return Cause(
         f"Two trainings in plain PyTorch differ as well: {problem.step_name} keeps state outside of the model and the "
-        "optimizer (a counter, a list, a cache), or draws from a generator that is nowhere to be found. All replicas "
-        "share such state. Keep it in a buffer of the model, or make it in the step."
+        "optimizer (a counter, a list, a cache), or uses a generator of random numbers that this check "
+        "cannot seed. All replicas share such state. Keep it in a buffer of the model, or make it in the step."
     )
 
 

@@ -36,7 +36,7 @@ def which(problem: Problem, step: int) -> str:
 def mismatch_text(problem: Problem, mismatch: Mismatch) -> str:
     """The message for two trainings that differ."""
     first, *others = mismatch.differences
-    what = "the replicas do not make what plain PyTorch makes"
+    what = "replicas and plain PyTorch disagree"
     if mismatch.is_order:
         what = "the result depends on the order in which the replicas run. In the opposite order"
     lines = [f"{which(problem, mismatch.step)}, {what}:", f"  {first}"]
@@ -48,8 +48,11 @@ def mismatch_text(problem: Problem, mismatch: Mismatch) -> str:
     counts = ", ".join(f"{fraction:.3g}" for fraction in shares.parts)
     lines.append(f"  {plural(problem.num_replicas, 'replica')}; the share of each in the batch: {counts}")
     found = causes(problem, mismatch) or [
-        "not found. It is neither random numbers nor batch statistics, neither a sum in the place of a mean nor state "
-        "that is written in the step. Look at what the step does with the number of rows."
+        "not found. Ruled out: random numbers, batch statistics, sum instead of mean, mutated state. Does the loss "
+        "compare rows with each other, as contrastive losses with negatives from the batch and ranking losses do? "
+        "A replica has its own rows only: bring those of all together with "
+        "get_replica_context().all_gather(rows, axis=0), and count labels from this replica's first row on. If not, "
+        "look at what the step does with the number of rows."
     ]
     return "\n".join([*lines, *(_filled(f"Cause: {text}") for text in found)])
 

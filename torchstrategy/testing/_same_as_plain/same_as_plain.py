@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from torchstrategy._core.context import has_strategy
-from torchstrategy._core.errors import add_note, an
+from torchstrategy._core.errors import add_note, an, warn
 from torchstrategy._core.options import RunOptions
 from torchstrategy._core.types import Tree
+from torchstrategy._input.batch_types import rows_of
+from torchstrategy._input.steps import in_equal_parts
 from torchstrategy._strategy.strategy import StrategyBase
 from torchstrategy.testing._same_as_plain.comparison import Mismatch, StepFailed, first_mismatch
 from torchstrategy.testing._same_as_plain.difference import SECTIONS, Tolerance
@@ -73,7 +76,8 @@ def assert_same_as_plain(
         model_fn: Makes a new model at each call: a module, or a list, tuple or dict of modules.
         optimizer_fn: Makes the optimizer of what `model_fn` made, or a list, tuple or dict of them. None: there is
             none, and the step is given None.
-        batches: A few batches, as a loader yields them. All are taken before the first step, so they have to end.
+        batches: A few batches, as a loader yields them. All are taken before the first step, so they have to end. Let
+            one of them be uneven, such as 7 rows for 4 replicas: if none is, a warning says so.
         strategy: The strategy to compare with plain PyTorch.
         options: The options of each `strategy.run`.
         seed: The seed of torch's default generators, Python's `random` and numpy's `np.random`.
@@ -101,7 +105,7 @@ def assert_same_as_plain(
         ...     return torch.nn.Linear(2, 2)
         >>> def optimizer_fn(model):
         ...     return torch.optim.Adam(model.parameters())
-        >>> batches = torch.utils.data.DataLoader(torch.rand(20, 2), batch_size=8)
+        >>> batches = torch.utils.data.DataLoader(torch.rand(20, 2), batch_size=8)  # 3, 3, 2 rows
         >>> torchstrategy.testing.assert_same_as_plain(step, model_fn, optimizer_fn, batches, strategy)
     """
     _check_kinds(step, model_fn, optimizer_fn, strategy, options, seed)
@@ -126,6 +130,23 @@ def assert_same_as_plain(
             raise AssertionError(text) from outcome.error
         add_note(outcome.error, f"{which(problem, outcome.step)}: plain PyTorch takes this step without an error.")
         raise outcome.error
+    _warn_if_all_are_even(problem)
+
+
+def _warn_if_all_are_even(problem: Problem) -> None:
+    """Says that no two replicas ever differed in their rows: what is wrong only then has not been looked for."""
+    count, given = problem.num_replicas, []
+    with suppress(TypeError, ValueError):  # some rows cannot be counted like this
+        given = [rows for rows in map(rows_of, problem.batches) if rows]
+    of_each = [{piece.stop - piece.start for piece in in_equal_parts(count, rows)} - {0} for rows in given]
+    if not given or count == 1 or any(len(different) > 1 for different in of_each):
+        return
+    warn(
+        f"assert_same_as_plain passed, and no two of {count} replicas that had rows ever had different numbers of "
+        f"them: the batches have {', '.join(map(str, given[:9]))} rows. A step that is wrong for uneven rows passes, "
+        f"too. Add a batch of {2 * count - 1} rows.",
+        UserWarning,
+    )
 
 
 def _outcome(problem: Problem) -> Mismatch | StepFailed | None:

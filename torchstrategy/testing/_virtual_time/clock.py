@@ -18,7 +18,7 @@ Note [The rules of virtual time]
 8. Each rank of `run_ranks` is a process with a clock of its own. To call a collective takes it `launch` seconds. The
    collective begins when all ranks have called it, the current streams of their devices are ready, and no other
    collective goes over their links. It takes `collective` seconds and, in a ring, its bytes over the bandwidth of the
-   links. Who waits for it lets the current stream wait; the program itself waits for a barrier, and for collectives of
+   links. Waiting on it makes the current stream wait; the program itself waits for a barrier, and for collectives of
    tensors of the CPU, whose bytes go over `cpu_bandwidth`.
 """
 

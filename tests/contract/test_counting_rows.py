@@ -1,0 +1,55 @@
+"""`Strategy.count_rows`, and calls of a strategy that are misspelt or left unfinished."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import torchstrategy
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7])
+def test_rows_of_a_batch_and_of_what_a_step_returns(strategy: Any, rows: int) -> None:
+    source = [{"x": torch.randn(rows, 2), "names": [str(row) for row in range(rows)], "rate": 0.1}]
+    (batch,) = strategy.experimental_distribute_dataset(source)
+    assert strategy.count_rows(batch) == rows
+    assert strategy.count_rows(batch["x"]) == strategy.count_rows(batch["names"]) == rows
+    assert strategy.count_rows(strategy.run(lambda x: x[:, 0], args=(batch["x"],))) == rows
+    assert strategy.count_rows(torch.ones(5)) == 5
+
+
+def test_what_has_no_rows_is_refused(strategy: Any) -> None:
+    with pytest.raises(ValueError, match="count_rows takes a batch, or a value with rows; nothing in this one has any"):
+        strategy.count_rows(strategy.run(lambda: torch.ones(())))
+
+
+def test_parts_of_two_batches_are_refused() -> None:
+    strategy = torchstrategy.MirroredStrategy(["cpu"] * 2)
+    one, other = strategy.experimental_distribute_dataset([torch.ones(4), torch.ones(3)])
+    with pytest.raises(ValueError, match=r"count_rows takes one batch; got parts of several, .*\(2, 1\), \(2, 2\)"):
+        strategy.count_rows((one, other))
+
+
+def test_reduce_without_axis_says_what_to_write() -> None:
+    strategy = torchstrategy.MirroredStrategy(["cpu"] * 2)
+    with pytest.raises(TypeError, match=r'give it axis. Write\n  strategy.reduce\("sum", value, axis=None\)'):
+        strategy.reduce("sum", torch.ones(2))  # type: ignore[call-overload]
+
+
+def test_a_misspelt_name_says_which_was_meant() -> None:
+    strategy: Any = torchstrategy.MirroredStrategy(["cpu"])
+    with pytest.raises(AttributeError, match="Did you mean 'experimental_distribute_dataset'"):
+        strategy.distribute_dataset([])
+    with pytest.raises(AttributeError, match="Did you mean 'num_replicas_in_sync'"):
+        _ = strategy.num_replicas
+    with pytest.raises(AttributeError, match="Did you mean 'MirroredStrategy'"):
+        _ = torchstrategy.MirorredStrategy  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"no attribute 'xyz'\.$"):
+        _ = strategy.xyz
+
+
+def test_a_count_in_place_of_devices_says_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r'got 4\. For 4 replicas write \["cpu"\] \* 4 on the CPU, or '):
+        torchstrategy.MirroredStrategy(4)  # type: ignore[arg-type]
