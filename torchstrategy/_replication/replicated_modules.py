@@ -164,7 +164,7 @@ class ReplicatedModules:
         buffers = self._buffers
         found = buffers.take_changes()
         # All replicas agree, so one is looked at.
-        unseen = find_unseen(buffers.running - set(found.all), buffers, self.replicas[0])
+        unseen = find_unseen(buffers.running - set(found.all), buffers, self.replicas[0]) if buffers.running else []
         changed = sorted({*found.all, *unseen})
         if self._workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
@@ -448,8 +448,8 @@ class ReplicatedModules:
         """
         present, fractions = self._present(weights), [weights.fractions[r] for r in weights.present]
         averaged = []
-        can_leave_unread = self._workers.count == 1 and self._layout.averages_buffers
-        combined = average_unread(indices if can_leave_unread else set(), self._buffers, present, fractions)
+        can_average = self._workers.count == 1 and self._layout.averages_buffers and self._buffers.running
+        combined = average_unread(indices, self._buffers, present, fractions) if can_average else {}
         for index in sorted(indices - combined.keys()):
             original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from torchstrategy._binding.module_traversal import move
-from torchstrategy._communication.cross_device_ops import ON_ONE_DEVICE, CrossDeviceOps, delivered, devices_of
+from torchstrategy._communication.cross_device_ops import ON_ONE_DEVICE, CrossDeviceOps
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
-from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
+from torchstrategy._communication.reductions import as_axis, as_tensor, combined, gathered
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core import distributed_values
 from torchstrategy._core.context import (
@@ -47,6 +47,7 @@ from torchstrategy._input.same_rows import mention_reads
 from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._run.own_objects import OwnObjects
 from torchstrategy._strategy.example_counts import count_examples
+from torchstrategy._strategy.given_values import gathered_alone, holds_tensors, sent
 from torchstrategy._strategy.lone_replica import run_on_own_objects
 from torchstrategy._strategy.replica_context import LoneFrame, refuse_unfinished, running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
@@ -308,7 +309,7 @@ class ReplicatedExtended(StrategyExtended):
         names, leaves, put_back = by_name([value for value, _ in pairs])
         self._agree_on_parts(lambda: names)
         reduced = zip(put_back(self._reduce_all(op, leaves, options)), pairs, strict=True)
-        return [map_leaves(partial(_sent, destinations=where), value) for value, (_, where) in reduced]
+        return [map_leaves(partial(sent, destinations=where), value) for value, (_, where) in reduced]
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return self._reduce_all(op, [value], USUAL_OPTIONS)[0]
@@ -335,7 +336,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def _reduce_leaves(self, op: ReduceOp, value: Tree) -> Tree:
         leaves, spec = tree_flatten(value)
-        if self._workers.count == 1 and len(leaves) > 1 and all(map(_holds_tensors, leaves)):
+        if self._workers.count == 1 and len(leaves) > 1 and all(map(holds_tensors, leaves)):
             with suppress(TypeError, ValueError):  # the value that does not fit is named below
                 return spec.unflatten(self._reduce_all(op, leaves, USUAL_OPTIONS))
         return super()._reduce_leaves(op, value)
@@ -397,7 +398,7 @@ class ReplicatedExtended(StrategyExtended):
         return list(chain.from_iterable(of_all))
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
-        return _sent(tensor, destinations)
+        return sent(tensor, destinations)
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
         return distributed_values.local_results(distributed_value, self._num_local)
@@ -431,10 +432,6 @@ def _require_callable(fn: object) -> None:
         raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
 
 
-def _holds_tensors(value: Tree) -> bool:
-    return type(value) is PerReplica and all(isinstance(component, torch.Tensor) for component in value.values)
-
-
 _NO_BLOCK: AbstractContextManager[None] = nullcontext()
 
 
@@ -446,18 +443,3 @@ def _may_require_grad(value: Tree) -> bool:
 
 
 _WITHOUT_TENSORS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
-def gathered_alone(value: Tree, axis: int) -> Tree:
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
-        check_gatherable([value], axis)  # code that is written with one device should not break on two
-    return value
-
-
-def _sent(value: Tree, destinations: Any) -> Tree:
-    """A value at its destinations: a tensor on a device, or a copy for each component of a distributed value."""
-    if not isinstance(value, torch.Tensor):
-        devices_of(destinations)  # raises an error for what is none
-        return value
-    # The copies are the caller's, who may write on them.
-    return delivered(value.clone() if isinstance(destinations, DistributedValues) else value, destinations)

@@ -26,7 +26,8 @@ from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.storage import ReplicatedStorage, Storage, is_nobodys
 from torchstrategy._run.own_objects import OwnObjects
 from torchstrategy._strategy.example_counts import check_count
-from torchstrategy._strategy.replicated import ReplicatedExtended, gathered_alone
+from torchstrategy._strategy.given_values import gathered_alone
+from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import ONE_DEFAULT, Strategy, StrategyBase, T
 
 
