@@ -107,8 +107,7 @@ class ReplicaWeights:
             ValueError: If the arguments were split with different row counts, `options.examples` does not fit, or no
                 replica has all arguments.
         """
-        reduction = options.gradient_reduction or default
-        assert isinstance(reduction, ReduceOp)  # `RunOptions` has made one of a name
+        reduction = reduction_of(options, default)
         given = options.examples if counts is None and not callable(options.examples) else counts
         rows = _rows(leaves, options, reduction, given)
         shares = _shares(rows, given, num_replicas)
@@ -161,8 +160,7 @@ class ReplicaWeights:
         known = {leaf.rows_of_all if type(leaf) is PerReplica else None for leaf in values} or {(1,) * workers.count}
         if len(known) > 1 or None in known or options.examples is not None or counts is not None:
             return cls.of(values, 1, options, default, workers, counts=counts)
-        reduction = options.gradient_reduction or default
-        assert isinstance(reduction, ReduceOp)
+        reduction = reduction_of(options, default)
         (rows_of_all,) = known
         assert rows_of_all is not None
         workers.compare("RunOptions", (reduction.value, options.run_empty_replicas))
@@ -209,6 +207,12 @@ class ReplicaWeights:
 def _of_rows(rows_of_all: tuple[int, ...], index: int, runs_empty: bool, reduction: ReduceOp) -> ReplicaWeights:
     everyone = [_Told(share=float(rows), rows=float(rows), is_absent=False, has_rows=rows > 0) for rows in rows_of_all]
     return ReplicaWeights._of_everyone(everyone, 1, runs_empty, reduction, index, len(rows_of_all))
+
+
+def reduction_of(options: RunOptions, default: ReduceOp) -> ReduceOp:
+    """How gradients become one, once each is weighted; `default` where the options do not say."""
+    said = options.gradient_reduction
+    return said if isinstance(said, ReduceOp) else default if said is None else ReduceOp.MEAN
 
 
 def replicas_with_rows(leaves: Sequence[Tree], num_replicas: int) -> list[int]:

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from torchstrategy._binding.module_traversal import move
-from torchstrategy._communication.cross_device_ops import ON_ONE_DEVICE, CrossDeviceOps, delivered, devices_of
+from torchstrategy._communication.cross_device_ops import ON_ONE_DEVICE, CrossDeviceOps
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
-from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
+from torchstrategy._communication.reductions import as_axis, as_tensor, combined, gathered
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core import distributed_values
 from torchstrategy._core.context import (
@@ -46,9 +46,11 @@ from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._input.same_rows import mention_reads
 from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._run.own_objects import OwnObjects
+from torchstrategy._strategy import given_values
 from torchstrategy._strategy.example_counts import count_examples
 from torchstrategy._strategy.lone_replica import run_on_own_objects
 from torchstrategy._strategy.replica_context import LoneFrame, refuse_unfinished, running_context
+from torchstrategy._strategy.run_losses import RunLosses
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._variables.kinds import MirroredVariable
 from torchstrategy._variables.variable import Variable
@@ -69,7 +71,7 @@ class ReplicatedExtended(StrategyExtended):
     def __init__(
         self,
         storage: Storage,
-        gradient_reduction: ReduceOp = ReduceOp.MEAN,
+        gradient_reduction: ReduceOp | str | None = ReduceOp.MEAN,
         ops: CrossDeviceOps = ON_ONE_DEVICE,
         examples: Callable[..., Any] | None = None,
     ) -> None:
@@ -78,7 +80,8 @@ class ReplicatedExtended(StrategyExtended):
         self._workers, self._streams = storage.layout.workers, storage.layout.streams
         self._num_local = len(storage.devices)  # all workers have the same number of replicas
         self._replicas = Replicas(storage.devices, self._workers.index * self._num_local)
-        self._gradient_reduction = gradient_reduction
+        self._losses = RunLosses(gradient_reduction, self._workers.count > 1, examples is not None)
+        self._gradient_reduction = self._losses.reduction
         self._examples = examples
         self._ops = ops
         self._alone_on: Device | None = storage.devices[0]  # where a lone replica runs; None: wherever the caller is
@@ -130,7 +133,8 @@ class ReplicatedExtended(StrategyExtended):
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         if self._workers.count > 1:
             return self._run_with_others(fn, args, kwargs, options)
-        _require_callable(fn)
+        if not callable(fn):
+            given_values.refuse_step(fn)
         if not isinstance(self._storage, ReplicatedStorage):
             return self._run_alone(fn, args, kwargs, options)
         return self._run_together(fn, args, kwargs, options)
@@ -148,7 +152,9 @@ class ReplicatedExtended(StrategyExtended):
         self._workers.begin_run()
         try:
             with self._workers.exchanging("the beginning of a run", is_run=True):
-                _require_callable(fn)
+                if not callable(fn):
+                    given_values.refuse_step(fn)
+                self._losses.refuse(options)
                 if isinstance(self._storage, OwnObjects):
                     strategy, default = self._container_strategy(), self._gradient_reduction
                     counts = self._counts(args, kwargs, options)
@@ -172,6 +178,9 @@ class ReplicatedExtended(StrategyExtended):
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
         weights = self._weights(storage, leaves, options, self._counts(args, kwargs, options))
+        # A step that was looked at often enough goes no further way than this.
+        is_settled = options.gradient_reduction is None and getattr(fn, "__code__", None) in self._losses.settled
+        losses = None if is_settled else self._losses.begin_run(fn, options, weights, leaves)
         uncounted = storage.as_before() if weights.is_understudy else _NO_BLOCK
         caching = parametrizations_computed_anew() if are_parametrizations_cached() else _NO_BLOCK
         streams = DeviceStreams(self._accelerators, self._side_streams) if self._accelerators else None
@@ -191,6 +200,7 @@ class ReplicatedExtended(StrategyExtended):
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
                     Frame(strategy, context, run_state.local_objects(replica)),
+                    losses.watching(replica, run_state.copies.gradients) if losses else _NO_BLOCK,
                 ):
                     try:
                         result = own_fn(*own_args, **own_kwargs)
@@ -211,6 +221,8 @@ class ReplicatedExtended(StrategyExtended):
         if streams is not None:
             self._side_streams = tuple(streams.side)
         run_state.warn()
+        if losses is not None:
+            losses.warn()
         return result
 
     def _counts(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Sequence[float] | None:
@@ -304,7 +316,7 @@ class ReplicatedExtended(StrategyExtended):
         names, leaves, put_back = by_name([value for value, _ in pairs])
         self._agree_on_parts(lambda: names)
         reduced = zip(put_back(self._reduce_all(op, leaves, options)), pairs, strict=True)
-        return [map_leaves(partial(_sent, destinations=where), value) for value, (_, where) in reduced]
+        return [map_leaves(partial(given_values.sent, destinations=where), value) for value, (_, where) in reduced]
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return self._reduce_all(op, [value], USUAL_OPTIONS)[0]
@@ -331,7 +343,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def _reduce_leaves(self, op: ReduceOp, value: Tree) -> Tree:
         leaves, spec = tree_flatten(value)
-        if self._workers.count == 1 and len(leaves) > 1 and all(map(_holds_tensors, leaves)):
+        if self._workers.count == 1 and len(leaves) > 1 and all(map(given_values.holds_tensors, leaves)):
             with suppress(TypeError, ValueError):  # the value that does not fit is named below
                 return spec.unflatten(self._reduce_all(op, leaves, USUAL_OPTIONS))
         return super()._reduce_leaves(op, value)
@@ -354,8 +366,8 @@ class ReplicatedExtended(StrategyExtended):
                 totals = self._ops.batch_reduce(op, pairs, options)
             if op is ReduceOp.MEAN:  # that of integers is of torch's default dtype, also if one replica was present
                 totals = [t / 1 if len(v.values) == 1 else t for t, v in zip(totals, values, strict=True)]
-        sent = iter(totals)
-        return [next(sent) if isinstance(leaf, DistributedValues) else leaf for leaf in reduced]
+        ordered = iter(totals)
+        return [next(ordered) if isinstance(leaf, DistributedValues) else leaf for leaf in reduced]
 
     def _without_sending(self, op: ReduceOp, value: Tree) -> Tree:
         """The sum or mean of a value that is known to be the same in all replicas; else the value itself."""
@@ -365,10 +377,7 @@ class ReplicatedExtended(StrategyExtended):
         if op is ReduceOp.MEAN or (isinstance(value, (int, float)) and value == 0):
             return value
         if self._num_replicas_in_sync > 1:
-            raise ValueError(
-                f"A value that is not distributed, {value!r}, cannot be summed over {self._num_replicas_in_sync} "
-                "replicas: it is not known whether each of them has it. Return it from strategy.run, or multiply it."
-            )
+            given_values.refuse_sum(value, self._num_replicas_in_sync)
         return as_tensor(value).clone()
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
@@ -376,7 +385,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         if not isinstance(value, DistributedValues):
-            return gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
+            return given_values.gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
 
         def put_together(values: Sequence[Tree], device: Device, workers: Workers, matter: bool) -> torch.Tensor:
             return gathered(as_axis(axis), values, device, workers, matter)
@@ -393,7 +402,7 @@ class ReplicatedExtended(StrategyExtended):
         return list(chain.from_iterable(of_all))
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
-        return _sent(tensor, destinations)
+        return given_values.sent(tensor, destinations)
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
         return distributed_values.local_results(distributed_value, self._num_local)
@@ -419,16 +428,7 @@ class ReplicatedExtended(StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._workers.count > 1:
             raise TypeError("A strategy of several processes cannot be copied: its exchanges would have no order.")
-        return type(self)(type(self._storage)(self._storage.layout), self._gradient_reduction, self._ops)
-
-
-def _require_callable(fn: object) -> None:
-    if not callable(fn):
-        raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
-
-
-def _holds_tensors(value: Tree) -> bool:
-    return type(value) is PerReplica and all(isinstance(component, torch.Tensor) for component in value.values)
+        return type(self)(type(self._storage)(self._storage.layout), self._losses.said, self._ops, self._examples)
 
 
 _NO_BLOCK: AbstractContextManager[None] = nullcontext()
@@ -442,18 +442,3 @@ def _may_require_grad(value: Tree) -> bool:
 
 
 _WITHOUT_TENSORS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
-def gathered_alone(value: Tree, axis: int) -> Tree:
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
-        check_gatherable([value], axis)  # code that is written with one device should not break on two
-    return value
-
-
-def _sent(value: Tree, destinations: Any) -> Tree:
-    """A value at its destinations: a tensor on a device, or a copy for each component of a distributed value."""
-    if not isinstance(value, torch.Tensor):
-        devices_of(destinations)  # raises an error for what is none
-        return value
-    # The copies are the caller's, who may write on them.
-    return delivered(value.clone() if isinstance(destinations, DistributedValues) else value, destinations)
