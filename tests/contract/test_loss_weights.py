@@ -402,3 +402,33 @@ def test_one_replica_is_as_plain(make: Callable[[], torchstrategy.Strategy]) -> 
     actual, told = trained(make(), ce, rows_of(5), BY_LOSS)
     assert not told
     torch.testing.assert_close(actual, plain(ce, rows_of(5)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [BY_LOSS, None], ids=["loss", "default"])
+def test_numbers_that_are_no_whole_numbers_count_nothing(options: RunOptions | None) -> None:
+    def loss(net: Net, rows: Rows) -> torch.Tensor:
+        return each(net, rows).sum() * (0.3 * len(rows) + 0.1)
+
+    actual, told = trained(central(2), loss, rows_of(5), options)
+    by_rows, _ = trained(central(2), loss, rows_of(5), BY_ROWS)
+    torch.testing.assert_close(actual, by_rows, rtol=0, atol=0)
+    assert len(told) == (options is not None)
+    assert all("and are no whole numbers, so its gradients are weighted by rows" in one for one in told)
+
+
+def test_terms_behind_hooks_of_a_module_keep_their_rows() -> None:
+    class Losing(nn.Module):
+        def forward(self, net: Net, rows: Rows, scale: torch.Tensor) -> torch.Tensor:
+            return smoothed(net, rows) * scale
+
+    def loss(net: Net, rows: Rows) -> torch.Tensor:
+        module = Losing()
+        module.register_full_backward_hook(lambda *given: called.append(1))
+        return module(net, rows, net.scale.detach().clone().requires_grad_())
+
+    called: list[int] = []
+    actual, told = trained(central(2), loss, rows_of(5), BY_LOSS)
+    assert len(called) == 2
+    by_rows, _ = trained(central(2), loss, rows_of(5), BY_ROWS)
+    if told:  # else both terms have one weight, and no hook is passed by
+        torch.testing.assert_close(actual, by_rows, rtol=0, atol=0)

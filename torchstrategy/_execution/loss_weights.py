@@ -4,6 +4,7 @@ A term of the loss that was divided by a count, see `loss_terms`, has the weight
 replica: then the gradient is that of the whole batch. It keeps the weight of the replica's rows
 
 - if it has no count, or counts like the rows: a mean over rows, a constant, a number that all replicas have;
+- if it was divided or multiplied by Python numbers that are no whole numbers, which count nothing as a rule;
 - if there is a term for each row, as a loop over rows makes it, or one that was summed up of a single row;
 - if the program has corrected the weights: it also multiplied or divided the term by numbers that differ between
   replicas, by the rows of the replica, or by how many such terms there are;
@@ -38,6 +39,7 @@ OTHER_TERMS = "is made of other terms in other replicas"
 OTHER_FACTORS = "is also multiplied by numbers that differ between replicas"
 DIVIDED_BY_ROWS = "is also divided by the rows of each replica"
 DIVIDED_BY_TERMS = "is a mean of several terms that have counts of their own"
+NO_COUNT = "is divided by numbers that differ between replicas and are no whole numbers"
 BEHIND_HOOKS = "has several terms and passes through backward hooks of a module"
 
 
@@ -262,6 +264,17 @@ def _is_by_rows(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[floa
     return False
 
 
+def _is_no_count(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None) -> bool:
+    """Whether Python numbers by which a sum was divided, or multiplied, count nothing: counts are whole numbers."""
+    if facts[0].source != NUMBER:
+        return False
+    if len({len(fact.divisors) for fact in facts}) > 1:
+        return True
+    differing = [column for column in zip(*(fact.divisors for fact in facts), strict=True) if not _alike(column)]
+    numbers = [number for column in differing for number in column]
+    return not numbers or not all(number >= 1 and _alike([number, round(number)]) for number in numbers)
+
+
 def _is_by_terms(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None) -> bool:
     return max(likes) > 1 and _divided_by(facts, [max(likes)] * len(facts))
 
@@ -276,6 +289,7 @@ _CORRECTED: tuple[tuple[str, _Holds], ...] = (
     (DIVIDED_BY_TERMS, _is_by_terms),
     (OTHER_FACTORS, _has_other_factors),
     (DIVIDED_BY_ROWS, _is_by_rows),
+    (NO_COUNT, _is_no_count),
 )
 
 
