@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import torchstrategy
@@ -432,3 +434,63 @@ def test_terms_behind_hooks_of_a_module_keep_their_rows() -> None:
     by_rows, _ = trained(central(2), loss, rows_of(5), BY_ROWS)
     if told:  # else both terms have one weight, and no hook is passed by
         torch.testing.assert_close(actual, by_rows, rtol=0, atol=0)
+
+
+# Random programs that are right by rows
+
+
+def in_each_row(net: Net, rows: Rows) -> torch.Tensor:
+    losses = [F.cross_entropy(net(x), y) for x, y in zip(rows.x, rows.labels, strict=True)]
+    return torch.stack(losses).sum() / len(rows)
+
+
+MEANS: list[Loss] = [
+    lambda net, rows: F.mse_loss(net(rows.x), rows.goal),
+    lambda net, rows: F.huber_loss(net(rows.x), rows.goal),
+    lambda net, rows: F.cross_entropy(net(rows.x).flatten(0, 1), rows.y.flatten()),
+    lambda net, rows: F.cross_entropy(net(rows.x).flatten(0, 1), rows.y.flatten(), label_smoothing=0.1),
+    lambda net, rows: F.cross_entropy(net(rows.x).flatten(0, 1), rows.shares.flatten(0, 1)),
+    lambda net, rows: F.kl_div(net(rows.x).log_softmax(-1), rows.shares, reduction="batchmean"),
+    lambda net, rows: each(net, rows).mean(),
+    lambda net, rows: each(net, rows).mean(1).mean(),
+    lambda net, rows: each(net, rows).sum() / each(net, rows).numel(),
+    lambda net, rows: each(net, rows).sum() * (1 / rows.y.numel()),
+    lambda net, rows: each(net, rows).sum() / torch.tensor(float(len(rows)), device=rows.x.device),
+    lambda net, rows: ((each(net, rows) * rows.mask).sum(1) / rows.mask.sum(1)).mean(),
+    lambda net, rows: net.head.weight.square().mean(),
+    in_each_row,
+]
+AROUND: list[Callable[[torch.Tensor, Net], torch.Tensor]] = [
+    lambda loss, net: loss * 0.5,
+    lambda loss, net: loss / 4,
+    lambda loss, net: loss / 2,
+    lambda loss, net: 3 - (-loss),
+    lambda loss, net: loss * torch.tensor(8.0, device=loss.device),
+    lambda loss, net: loss.view(1).squeeze(0).clone(),
+    lambda loss, net: loss * net.scale.exp(),
+    lambda loss, net: sum([loss]),  # type: ignore[arg-type,return-value]
+    lambda loss, net: loss + 0.1 * net.body.weight.square().sum(),
+    lambda loss, net: torch.stack([loss, loss.detach()]).sum(),
+]
+part = st.tuples(st.sampled_from(MEANS), st.lists(st.sampled_from(AROUND), max_size=3))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(st.lists(part, min_size=1, max_size=3), st.lists(st.sampled_from(AROUND), max_size=2), st.integers(2, 7))
+def test_programs_that_are_right_by_rows_stay_as_they_are(parts: Any, around: Any, count: int) -> None:
+    def wrap(loss: torch.Tensor, net: Net, wrappings: Any) -> torch.Tensor:
+        for wrapping in wrappings:
+            loss = wrapping(loss, net)
+        return loss
+
+    def loss(net: Net, rows: Rows) -> torch.Tensor:
+        terms = [wrap(mean(net, rows), net, wrappings) for mean, wrappings in parts]
+        return wrap(torch.stack(terms).sum() if len(terms) > 2 else sum(terms), net, around)  # type: ignore[arg-type]
+
+    rows = rows_of(count)
+    by_rows, _ = trained(central(2), loss, rows, BY_ROWS)
+    by_loss, told = trained(central(2), loss, rows, BY_LOSS)
+    torch.testing.assert_close(by_loss, by_rows, rtol=1e-12, atol=1e-14)
+    _, warned = trained(central(2), loss, rows)
+    assert not warned
+    assert not [one for one in told if "cannot be read" not in one]

@@ -83,8 +83,8 @@ class Reading(NamedTuple):
     value: torch.Tensor | None  # the loss, without its graph
 
     @classmethod
-    def of(cls, terms: Sequence[Term], loss: torch.Tensor | None) -> Reading:
-        return cls(tuple(map(Fact.of, terms)), None if loss is None else loss.detach())
+    def of(cls, terms: Sequence[Term], value: torch.Tensor | None) -> Reading:
+        return cls(tuple(map(Fact.of, terms)), value)
 
     @property
     def is_zero(self) -> bool:

@@ -88,8 +88,7 @@ class LossWeigher(_Watcher):
     ) -> Any:
         if not is_in_replica():
             return run(outputs, grads)
-        with undisturbed():
-            reading, terms = _reading(outputs)
+        reading, terms = _reading(outputs)  # a checkpoint may run its forward again, as the user's code runs
         factors = replica.synchronize(_POINT, self._combined, reading)
         if factors is None:
             return run(outputs, grads)
@@ -117,13 +116,14 @@ def _reading(outputs: Sequence[Any]) -> tuple[Reading, list[Term]]:
     """What can be read where a backward begins: nothing unless it begins at one number."""
     loss = outputs[0] if len(outputs) == 1 else None
     with unseen_by_function_modes():
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            return UNREAD, []
-        terms = read_terms(loss)
-        try:
-            return Reading.of(terms, loss), terms
-        except RuntimeError:  # a target whose memory is freed: backward will say so
-            return UNREAD, []
+        value = loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+    if loss is None or value is None:
+        return UNREAD, []
+    terms = read_terms(loss)
+    try:
+        return Reading.of(terms, value), terms
+    except RuntimeError:  # a target whose memory is freed: backward will say so
+        return UNREAD, []
 
 
 def _roots(
