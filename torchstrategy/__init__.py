@@ -50,7 +50,12 @@ from torchstrategy._communication.cross_device_ops import (
 from torchstrategy._communication.workers import WorkerError
 from torchstrategy._core.context import has_strategy, in_cross_replica_context, set_default
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica
-from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
+from torchstrategy._core.errors import (
+    LossWeightWarning,
+    ReplicaBufferWarning,
+    SharedWriteWarning,
+    UndistributedBatchWarning,
+)
 from torchstrategy._core.errors import did_you_mean as _did_you_mean
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext, VariableAggregation, VariableSynchronization
 from torchstrategy._data_parallel.data_parallel import DataParallel, data_parallel
@@ -83,6 +88,7 @@ __all__ = [
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "LossWeightWarning",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",

@@ -263,6 +263,7 @@ def test_the_language_model_learns_what_it_learns_in_plain_pytorch(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::torchstrategy.LossWeightWarning")  # which says the same
 def test_the_check_of_the_language_model_fails_when_each_replica_takes_the_mean_of_its_own_words(
     language_model: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,33 @@ class ReplicaBufferWarning(UserWarning):
 
 
 @final
+class LossWeightWarning(UserWarning):
+    """The gradients of replicas are weighted by rows, and a loss was divided by something else, such as tokens.
+
+    The mean over the tokens of a batch is not the mean of the replicas' means, unless each has as many tokens. A run
+    warns once for each step, if the gradient is another one than that of the whole batch. A strategy with
+    `gradient_reduction="loss"` weighs by what the loss was divided by. One with `gradient_reduction="mean"` does not
+    look.
+
+    Example:
+        >>> import warnings
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> model = strategy.distribute_module(torch.nn.Linear(1, 2))
+        >>> def step(inputs, targets):
+        ...     torch.nn.functional.cross_entropy(model(inputs), targets, ignore_index=-100).backward()
+        >>> batch = torch.ones(4, 1), torch.tensor([0, 1, -100, 1])
+        >>> (batch,) = strategy.experimental_distribute_dataset([batch])
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always", torchstrategy.LossWeightWarning)
+        ...     strategy.run(step, args=batch)
+        >>> str(caught[0].message)[:74]
+        'The loss of `step` was divided by 2 in replica 0 and by 1 in replica 1 (it'
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
+    """
+
+
+@final
 class UndistributedBatchWarning(UserWarning):
     """A step was trained on tensors that were not split among the replicas, so each replica computed with all rows.
 

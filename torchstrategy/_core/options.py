@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, final
+from typing import Any, Final, Literal, final
 
 import torch
 
@@ -99,9 +99,29 @@ class ReduceOp(enum.Enum):
         if isinstance(op, ReduceOp):
             return op
         require_type(op, str, "Expected reduce_op to be a torchstrategy.ReduceOp or its name, 'SUM' or 'MEAN'")
+        if op.lower() == LOSS:
+            raise ValueError(
+                f"{op!r} is a reduction of gradients only: RunOptions(gradient_reduction='loss'). Values are reduced "
+                "by 'SUM' or 'MEAN'; the mean of losses by reduce('mean', loss, axis=None, weights=counts)."
+            )
         if op.upper() not in cls.__members__:
             raise ValueError(f"{op!r} is not one of the reductions 'SUM', 'MEAN'.")
         return cls[op.upper()]
+
+
+LOSS: Final = "loss"
+# How gradients become one. "loss": as for `MEAN`, but each replica weighs what its loss was divided by.
+GradientReduction = ReduceOp | Literal["loss"]
+
+
+def as_gradient_reduction(said: ReduceOp | str) -> GradientReduction:
+    """What somebody has said of how gradients become one: a member of `ReduceOp`, or `"loss"`.
+
+    Raises:
+        ValueError: If it is a string that names no reduction.
+        TypeError: If it is neither a member nor a string.
+    """
+    return LOSS if isinstance(said, str) and said.lower() == LOSS else ReduceOp.of(said)
 
 
 @final
@@ -117,7 +137,11 @@ class RunOptions:
             zero rows. By default such replicas take no part in the step. The gradient of such a replica is dropped.
         gradient_reduction: `MEAN`: the gradients of the replicas are averaged, each weighted by its number of
             examples, which is right for a loss that is a mean over examples. `SUM`: they are added, which is right for
-            a loss that the step has divided by the global batch size. None: the reduction of the strategy.
+            a loss that the step has divided by the global batch size. `"loss"`: the gradients are averaged, each
+            weighted by what the loss of its replica was divided by, such as tokens, class weights or a mask: it is read
+            from the graph of the loss when backward begins. What cannot be read is weighted as for `MEAN`, and a
+            `LossWeightWarning` says so. Every replica runs as many backwards then. It is for the replicas of one
+            process. None: the reduction of the strategy.
         examples: How much each replica counts, for `MEAN`. Either one number for each replica; or a function that is
             called for each replica with the arguments that the step gets there, before any step begins, and that
             returns the number: an int, a float, a bool, or a tensor with one element on any device, which is read. For
@@ -166,7 +190,7 @@ class RunOptions:
             if option.name.startswith("experimental_") and said != option.default:
                 raise ValueError(f"RunOptions({option.name}={said!r}) is an option of TPUs and has no meaning here.")
         if self.gradient_reduction is not None:
-            object.__setattr__(self, "gradient_reduction", ReduceOp.of(self.gradient_reduction))
+            object.__setattr__(self, "gradient_reduction", as_gradient_reduction(self.gradient_reduction))
         if self.examples is not None and not callable(self.examples):
             given = self.examples
             is_list = isinstance(given, Iterable) and not isinstance(given, (str, dict, set))

@@ -300,10 +300,16 @@ AroundBackward = Callable[[Callable[[], Any], bool], Any]
 AroundForward = Callable[[Any, Callable[[], Any]], Any]
 
 
+# Runs a backward: it is called with where the backward begins, which are tensors or edges of the graph; with the
+# gradients there; and with a function that runs it from these or from others.
+AroundLosses = Callable[[Sequence[Any], Sequence[Any], Callable[[Sequence[Any], Sequence[Any]], Any]], Any]
+
+
 class _Around(threading.local):
     """What runs the backwards of this thread, and the forwards of its `DistributedDataParallel`s; None: torch alone."""
 
     backward: AroundBackward | None = None
+    losses: AroundLosses | None = None
     forward: AroundForward | None = None
 
 
@@ -327,15 +333,22 @@ def _run_backward(
 ) -> Any:
     if inputs and _Inputs.of_replica is not None:
         inputs = tuple(map(_Inputs.of_replica, inputs))
-    plain = functools.partial(_run_engine, outputs, grads, keeps_graph, makes_graph, inputs, *args, **kwargs)
-    around = _around.backward
-    if around is None or not kwargs.get("accumulate_grad"):
-        return plain()
-    _around.backward = None  # a backward within this one, as of a reentrant checkpoint, is a part of it
+    around, of_losses = _around.backward, _around.losses
+    if (around is None and of_losses is None) or not kwargs.get("accumulate_grad"):
+        return _run_engine(outputs, grads, keeps_graph, makes_graph, inputs, *args, **kwargs)
+
+    def run(roots: Any, gradients: Any) -> Any:
+        return _run_engine(tuple(roots), tuple(gradients), keeps_graph, makes_graph, inputs, *args, **kwargs)
+
+    # A backward within this one, as of a reentrant checkpoint, is a part of it.
+    _around.backward = _around.losses = None
     try:
-        return around(plain, makes_graph)
+        if around is not None:
+            return around(functools.partial(run, outputs, grads), makes_graph)
+        assert of_losses is not None
+        return of_losses(outputs, grads, run)
     finally:
-        _around.backward = around
+        _around.backward, _around.losses = around, of_losses
 
 
 # Nothing public tells which `DistributedDataParallel`s hold a module, and torch would call a forward hook for all
@@ -363,6 +376,25 @@ def run_by(backward: AroundBackward, forward: AroundForward, call: Callable[[], 
         return call()
     finally:
         _around.backward, _around.forward = before
+
+
+class losses_run_by(AbstractContextManager[None]):
+    """A block in which a function runs each backward of this thread that adds to `.grad` of leaves.
+
+    It is told where the backward begins, and may let it begin elsewhere.
+    """
+
+    __slots__ = ("_before", "_run")
+
+    def __init__(self, run: AroundLosses) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        _autograd._engine_run_backward = _run_backward
+        self._before, _around.losses = _around.losses, self._run
+
+    def __exit__(self, *exception: Any) -> None:
+        _around.losses = self._before
 
 
 def is_distributed_tensor(tensor: object) -> bool:

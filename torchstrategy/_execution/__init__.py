@@ -9,6 +9,7 @@ thread that called `run`, and each replica gets its result.
     random_streams     the random numbers of each replica
     graph_nodes        what the graph of a loss tells of its nodes: all that is private of them
     loss_terms         what a loss was divided by: read from its graph, when backward begins
+    loss_weights       how much the loss of each replica counts, by what all replicas have read
     replica_weights    how much each replica of a run counts, and which replicas take part
     replica            one replica of one run: it synchronizes with the others, and reduces and gathers with them
     worker_streams     the caller's generators, which all workers keep in the state of worker 0

@@ -16,7 +16,9 @@ freed, or was written since: `backward` raises the same.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -53,8 +55,32 @@ def dtype_of(node: Node, index: int = 0) -> torch.dtype:
     return dtype
 
 
+class _Reading(threading.local):
+    """Whether hooks for saved tensors may be called to read, on this thread."""
+
+    may_unpack = True
+
+
+_reading = _Reading()
+
+
+@contextmanager
+def without_unpacking() -> Iterator[None]:
+    """A block in which nothing is read for which a hook would have to be called.
+
+    The hook of a checkpoint runs the forward again: statistics would be updated once more, and counters would count.
+    """
+    before, _reading.may_unpack = _reading.may_unpack, False
+    try:
+        yield
+    finally:
+        _reading.may_unpack = before
+
+
 def saved(node: Node, name: str) -> Any:
     """What the operation has kept of this name: a tensor, a number or None."""
+    if not _reading.may_unpack and getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None:
+        raise RuntimeError(f"{node.name()} has packed what it saved.")
     return getattr(node, f"_saved_{name}")
 
 

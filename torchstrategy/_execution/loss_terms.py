@@ -109,6 +109,8 @@ class Term:
         is_learned: Whether it is multiplied by something that parameters make.
         is_added: Whether something that needs no gradient was added to it, as in `sum([loss])`.
         node: The node at which it was found; its `targets` tell whether terms are of other rows.
+        is_hooked: Whether it passes through the backward hooks of a module, which would not be called if backward began
+            at the term.
     """
 
     source: str
@@ -121,6 +123,7 @@ class Term:
     is_learned: bool = False
     is_added: bool = False
     node: Node = None
+    is_hooked: bool = False
 
     @property
     def targets(self) -> tuple[int, ...]:
@@ -137,6 +140,7 @@ class _Path(NamedTuple):
     divisor: torch.Tensor | None = None  # a tensor that it was divided by, which may be its count
     entry: Entry | None = None  # where it is multiplied by something that parameters make
     is_added: bool = False
+    is_hooked: bool = False
 
     def times(self, number: float) -> _Path:
         """Multiplied by a Python number."""
@@ -227,7 +231,7 @@ def _to(edge: Edge, path: _Path) -> _Steps | None:
 
 def _through_hook(node: Node, index: int, path: _Path) -> _Steps | None:
     """A module with backward hooks passes its outputs, or inputs, through one node."""
-    return _to(node.next_functions[index], path)
+    return _to(node.next_functions[index], path._replace(is_hooked=True))
 
 
 def _through_reduction(node: Node, index: int, path: _Path) -> _Steps | None:
@@ -383,4 +387,5 @@ def _term(node: Node, index: int, path: _Path) -> Term:
         path.entry is not None,
         path.is_added,
         node,
+        path.is_hooked,
     )

@@ -107,8 +107,7 @@ class ReplicaWeights:
             ValueError: If the arguments were split with different row counts, `options.examples` does not fit, or no
                 replica has all arguments.
         """
-        reduction = options.gradient_reduction or default
-        assert isinstance(reduction, ReduceOp)  # `RunOptions` has made one of a name
+        reduction = reduction_of(options, default)
         given = options.examples if counts is None and not callable(options.examples) else counts
         rows = _rows(leaves, options, reduction, given)
         shares = _shares(rows, given, num_replicas)
@@ -166,7 +165,7 @@ class ReplicaWeights:
             rows_of_all = rows
         if options.examples is not None or counts is not None:
             return cls.of(values, 1, options, default, workers, counts=counts)
-        is_mean = (options.gradient_reduction or default) is ReduceOp.MEAN
+        is_mean = reduction_of(options, default) is ReduceOp.MEAN
         rows_of_all = rows_of_all or (1,) * workers.count
         weights, compared = _of_rows(rows_of_all, workers.index, options.run_empty_replicas, is_mean)
         workers.compare_all(compared)
@@ -218,6 +217,12 @@ def _of_rows(
     weights = ReplicaWeights._of_everyone(everyone, 1, runs_empty, reduction, index, len(rows_of_all))
     compared = [("RunOptions", [reduction.value, runs_empty]), ("the rows of the batch:", list(rows_of_all))]
     return weights, compared
+
+
+def reduction_of(options: RunOptions, default: ReduceOp) -> ReduceOp:
+    """How gradients become one, once each is weighted; `default` where the options do not say."""
+    said = options.gradient_reduction
+    return said if isinstance(said, ReduceOp) else default if said is None else ReduceOp.MEAN
 
 
 def replicas_with_rows(leaves: Sequence[Tree], num_replicas: int) -> list[int]:

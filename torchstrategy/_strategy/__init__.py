@@ -7,7 +7,8 @@ the run, call the step in each replica, put the results together, end the run.
     strategy                 `Strategy`, as TensorFlow 2 has it, and what it shares with that of TensorFlow 1
     replica_context          `ReplicaContext`: who a replica is, and how it synchronizes with the others
     example_counts           how much each replica counts, where a function of the user's says so
-    given_values             what replicas are given, or have made: where it is sent, and what it holds
+    run_losses               which runs look at their losses, and what they warn of
+    given_values             values that replicas are given, or have made: where they are sent, and what they hold
     lone_replica             a run in the only replica of one of several workers
     replicated               what the strategies here have in common, and the story of a step in several replicas
     strategies               the strategies on one machine: each picks where the replicas run and where parameters live

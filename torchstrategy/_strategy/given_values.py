@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -10,6 +10,19 @@ from torchstrategy._communication.cross_device_ops import delivered, devices_of
 from torchstrategy._communication.reductions import check_gatherable
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica
 from torchstrategy._core.types import Tree
+
+
+def refuse_step(fn: object) -> NoReturn:
+    """Raises the error for a step that is no function."""
+    raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
+
+
+def refuse_sum(value: object, num_replicas: int) -> NoReturn:
+    """Raises the error for a plain value that is to be summed over replicas."""
+    raise ValueError(
+        f"A value that is not distributed, {value!r}, cannot be summed over {num_replicas} replicas: it is not known "
+        "whether each of them has it. Return it from strategy.run, or multiply it."
+    )
 
 
 def holds_tensors(value: Tree) -> bool:

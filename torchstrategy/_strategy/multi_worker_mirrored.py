@@ -52,7 +52,7 @@ class MultiWorkerMirroredBase(StrategyBase):
         devices: Sequence[DeviceLike] | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
-        gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
+        gradient_reduction: ReduceOp | str | None = None,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
         examples: Callable[..., Any] | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class MultiWorkerMirroredBase(StrategyBase):
             )
         streams = WorkerStreams(workers, on[0]) if workers.count > 1 else None
         storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, workers=workers, streams=streams)
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), examples=count))
+        super().__init__(ReplicatedExtended(storage, gradient_reduction, examples=count))
         self._extended._cluster_resolver = cluster_resolver
 
 
@@ -115,7 +115,8 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
             several workers, the accelerator of this worker's number; else all accelerators, or one CPU.
         process_group: The processes that train together, if these are not all.
         timeout: How long a worker waits for the others. None: torch's own limit for the group, half an hour.
-        gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
+        gradient_reduction: How the gradients of the replicas become one; see `RunOptions`. None: `"mean"`, with a
+            `LossWeightWarning` where a loss is a mean over something else than rows.
         buffer_aggregation: What becomes of the running statistics of normalisation layers; see
             `CentralStorageStrategy`.
         examples: A function that says how much each replica counts; see `CentralStorageStrategy`. All workers give one,

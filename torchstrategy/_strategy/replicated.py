@@ -46,10 +46,11 @@ from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._input.same_rows import mention_reads
 from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._run.own_objects import OwnObjects
+from torchstrategy._strategy import given_values
 from torchstrategy._strategy.example_counts import count_examples
-from torchstrategy._strategy.given_values import gathered_alone, holds_tensors, sent
 from torchstrategy._strategy.lone_replica import run_on_own_objects
 from torchstrategy._strategy.replica_context import LoneFrame, refuse_unfinished, running_context
+from torchstrategy._strategy.run_losses import RunLosses
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._variables.kinds import MirroredVariable
 from torchstrategy._variables.variable import Variable
@@ -70,7 +71,7 @@ class ReplicatedExtended(StrategyExtended):
     def __init__(
         self,
         storage: Storage,
-        gradient_reduction: ReduceOp = ReduceOp.MEAN,
+        gradient_reduction: ReduceOp | str | None = ReduceOp.MEAN,
         ops: CrossDeviceOps = ON_ONE_DEVICE,
         examples: Callable[..., Any] | None = None,
     ) -> None:
@@ -79,7 +80,8 @@ class ReplicatedExtended(StrategyExtended):
         self._workers, self._streams = storage.layout.workers, storage.layout.streams
         self._num_local = len(storage.devices)  # all workers have the same number of replicas
         self._replicas = Replicas(storage.devices, self._workers.index * self._num_local)
-        self._gradient_reduction = gradient_reduction
+        self._losses = RunLosses(gradient_reduction, self._workers.count > 1, examples is not None)
+        self._gradient_reduction = self._losses.reduction
         self._examples = examples
         self._ops = ops
         self._alone_on: Device | None = storage.devices[0]  # where a lone replica runs; None: wherever the caller is
@@ -131,7 +133,8 @@ class ReplicatedExtended(StrategyExtended):
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         if self._workers.count > 1:
             return self._run_with_others(fn, args, kwargs, options)
-        _require_callable(fn)
+        if not callable(fn):
+            given_values.refuse_step(fn)
         if not isinstance(self._storage, ReplicatedStorage):
             return self._run_alone(fn, args, kwargs, options)
         return self._run_together(fn, args, kwargs, options)
@@ -145,19 +148,19 @@ class ReplicatedExtended(StrategyExtended):
                 "strategy.run was called in a merge function, or on a second thread, during another run of the same "
                 "strategy. Workers could not tell to which an exchange belongs: call run when the other has returned."
             )
-        self._is_running = True
+        self._is_running, before = True, self._workers.num_exchanges
         self._workers.begin_run()
-        before = self._workers.num_exchanges
         try:  # as in a block of `exchanging`, which takes six calls
-            _require_callable(fn)
+            if not callable(fn):
+                given_values.refuse_step(fn)
+            self._losses.refuse(options)
             if isinstance(self._storage, OwnObjects):
                 strategy, default = self._container_strategy(), self._gradient_reduction
                 counts = self._counts(args, kwargs, options)
                 return run_on_own_objects(strategy, self._storage, fn, args, kwargs, options, default, counts)
             return self._run_together(fn, args, kwargs, options)
         except BaseException as error:
-            is_early = self._workers.num_exchanges == before
-            self._workers.tell_why(error, "the beginning of a run", is_early)
+            self._workers.tell_why(error, "the beginning of a run", self._workers.num_exchanges == before)
             raise
         finally:
             self._is_running = False
@@ -177,6 +180,9 @@ class ReplicatedExtended(StrategyExtended):
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
         weights = self._weights(storage, leaves, options, self._counts(args, kwargs, options))
+        # A step that was looked at often enough goes no further way than this.
+        is_settled = options.gradient_reduction is None and getattr(fn, "__code__", None) in self._losses.settled
+        losses = None if is_settled else self._losses.begin_run(fn, options, weights, leaves)
         uncounted = storage.as_before() if weights.is_understudy else _NO_BLOCK
         caching = parametrizations_computed_anew() if are_parametrizations_cached() else _NO_BLOCK
         streams = DeviceStreams(self._accelerators, self._side_streams) if self._accelerators else None
@@ -196,6 +202,7 @@ class ReplicatedExtended(StrategyExtended):
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
                     Frame(strategy, context, run_state.local_objects(replica)),
+                    losses.watching(replica, run_state.copies.gradients) if losses else _NO_BLOCK,
                 ):
                     try:
                         result = own_fn(*own_args, **own_kwargs)
@@ -216,6 +223,8 @@ class ReplicatedExtended(StrategyExtended):
         if streams is not None:
             self._side_streams = tuple(streams.side)
         run_state.warn()
+        if losses is not None:
+            losses.warn()
         return result
 
     def _counts(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Sequence[float] | None:
@@ -309,7 +318,7 @@ class ReplicatedExtended(StrategyExtended):
         names, leaves, put_back = by_name([value for value, _ in pairs])
         self._agree_on_parts(lambda: names)
         reduced = zip(put_back(self._reduce_all(op, leaves, options)), pairs, strict=True)
-        return [map_leaves(partial(sent, destinations=where), value) for value, (_, where) in reduced]
+        return [map_leaves(partial(given_values.sent, destinations=where), value) for value, (_, where) in reduced]
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return self._reduce_all(op, [value], USUAL_OPTIONS)[0]
@@ -336,7 +345,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def _reduce_leaves(self, op: ReduceOp, value: Tree) -> Tree:
         leaves, spec = tree_flatten(value)
-        if self._workers.count == 1 and len(leaves) > 1 and all(map(holds_tensors, leaves)):
+        if self._workers.count == 1 and len(leaves) > 1 and all(map(given_values.holds_tensors, leaves)):
             with suppress(TypeError, ValueError):  # the value that does not fit is named below
                 return spec.unflatten(self._reduce_all(op, leaves, USUAL_OPTIONS))
         return super()._reduce_leaves(op, value)
@@ -359,8 +368,8 @@ class ReplicatedExtended(StrategyExtended):
                 totals = self._ops.batch_reduce(op, pairs, options)
             if op is ReduceOp.MEAN:  # that of integers is of torch's default dtype, also if one replica was present
                 totals = [t / 1 if len(v.values) == 1 else t for t, v in zip(totals, values, strict=True)]
-        sent = iter(totals)
-        return [next(sent) if isinstance(leaf, DistributedValues) else leaf for leaf in reduced]
+        ordered = iter(totals)
+        return [next(ordered) if isinstance(leaf, DistributedValues) else leaf for leaf in reduced]
 
     def _without_sending(self, op: ReduceOp, value: Tree) -> Tree:
         """The sum or mean of a value that is known to be the same in all replicas; else the value itself."""
@@ -370,10 +379,7 @@ class ReplicatedExtended(StrategyExtended):
         if op is ReduceOp.MEAN or (isinstance(value, (int, float)) and value == 0):
             return value
         if self._num_replicas_in_sync > 1:
-            raise ValueError(
-                f"A value that is not distributed, {value!r}, cannot be summed over {self._num_replicas_in_sync} "
-                "replicas: it is not known whether each of them has it. Return it from strategy.run, or multiply it."
-            )
+            given_values.refuse_sum(value, self._num_replicas_in_sync)
         return as_tensor(value).clone()
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
@@ -381,7 +387,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         if not isinstance(value, DistributedValues):
-            return gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
+            return given_values.gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
 
         def put_together(values: Sequence[Tree], device: Device, workers: Workers, matter: bool) -> torch.Tensor:
             return gathered(as_axis(axis), values, device, workers, matter)
@@ -398,7 +404,7 @@ class ReplicatedExtended(StrategyExtended):
         return list(chain.from_iterable(of_all))
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
-        return sent(tensor, destinations)
+        return given_values.sent(tensor, destinations)
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
         return distributed_values.local_results(distributed_value, self._num_local)
@@ -424,12 +430,7 @@ class ReplicatedExtended(StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._workers.count > 1:
             raise TypeError("A strategy of several processes cannot be copied: its exchanges would have no order.")
-        return type(self)(type(self._storage)(self._storage.layout), self._gradient_reduction, self._ops)
-
-
-def _require_callable(fn: object) -> None:
-    if not callable(fn):
-        raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
+        return type(self)(type(self._storage)(self._storage.layout), self._losses.said, self._ops, self._examples)
 
 
 _NO_BLOCK: AbstractContextManager[None] = nullcontext()

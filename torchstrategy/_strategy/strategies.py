@@ -178,7 +178,7 @@ class CentralStorageBase(StrategyBase):
         compute_devices: Sequence[DeviceLike] | None = None,
         parameter_device: DeviceLike = None,
         *,
-        gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
+        gradient_reduction: ReduceOp | str | None = None,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
         examples: Callable[..., Any] | None = None,
     ) -> None:
@@ -187,7 +187,7 @@ class CentralStorageBase(StrategyBase):
         if parameter_device in (None, ""):
             parameter_device = devices[0] if len(devices) == 1 else _default_owner(devices)
         storage = storage_of(devices, canonical_device(parameter_device), buffer_aggregation)
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), examples=count))
+        super().__init__(ReplicatedExtended(storage, gradient_reduction, examples=count))
 
 
 @final
@@ -203,7 +203,8 @@ class CentralStorageStrategy(CentralStorageBase, Strategy):
         parameter_device: Where parameters and the optimizer's state live. Default: the compute device if there is
             exactly one; with several, the CPU. This is slow on accelerators, and you are warned of it: name one of
             them, or `"cpu"` if their memory is too small.
-        gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
+        gradient_reduction: How the gradients of the replicas become one; see `RunOptions`. None: `"mean"`, with a
+            `LossWeightWarning` where a loss is a mean over something else than rows.
         buffer_aggregation: What becomes of the running statistics of normalisation layers, which each replica takes
             of its own rows. `"mean"`: they are averaged, each replica weighing its rows. `"only_first_replica"`: the
             first replica's statistics are kept, as `torch.nn.DataParallel` does. All other buffers always get the first
@@ -243,7 +244,7 @@ class MirroredBase(StrategyBase):
         devices: Sequence[DeviceLike] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
-        gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
+        gradient_reduction: ReduceOp | str | None = None,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
         examples: Callable[..., Any] | None = None,
     ) -> None:
@@ -258,7 +259,7 @@ class MirroredBase(StrategyBase):
         storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, all_reduce=all_reduce)
         if len(on) == 1:
             ops = ReductionToOneDevice()
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), ops, count))
+        super().__init__(ReplicatedExtended(storage, gradient_reduction, ops, count))
 
 
 @final
@@ -278,7 +279,8 @@ class MirroredStrategy(MirroredBase, Strategy):
             one CPU. None: all accelerators of this machine, or one CPU where there is none.
         cross_device_ops: How gradients, and what `reduce` is given, are brought together. None: by NCCL where all
             devices are different CUDA devices, else on the first device.
-        gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
+        gradient_reduction: How the gradients of the replicas become one; see `RunOptions`. None: `"mean"`, with a
+            `LossWeightWarning` where a loss is a mean over something else than rows.
         buffer_aggregation: What becomes of the running statistics of normalisation layers; see
             `CentralStorageStrategy`.
         examples: A function that says how much each replica counts; see `CentralStorageStrategy`.

@@ -12,5 +12,6 @@ user's own parameters, which the user's optimizer then updates once.
     early_copies             gradients that leave an accelerator for the CPU while backward still makes more of them
     worker_gradients         the gradients of all workers, added up
     written_gradients        gradients that every replica has written, on an accelerator, as clipping does
+    loss_watchers            what a loss was divided by is read where its backward begins, and weighs its gradient
     gradient_reducer         the gradients of all replicas, reduced to the gradient of the whole batch
 """

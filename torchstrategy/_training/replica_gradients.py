@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar, final
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final
 import torch
 
 from torchstrategy._core import torch_internals
+from torchstrategy._core.context import undisturbed
 from torchstrategy._core.torch_internals import num_nodes, raw_grad, raw_grads, set_raw_grad, take_raw_grads, version
 from torchstrategy._execution.device_streams import NO_SIDE_STREAM
 from torchstrategy._execution.replica import Replica
@@ -421,6 +422,19 @@ class ReplicaGradients:
         if self._are_small and len(taken) > _FEW and torch_internals.are_dense(few):
             self._held_back = min(few, key=torch.Tensor.numel)
         return taken, are_ours
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """A block with a backward whose gradients do not count: parameters that it reaches get zeros instead."""
+        before = take_raw_grads(self.parameters)
+        try:
+            yield
+        finally:
+            with undisturbed(), torch_internals.unseen_by_function_modes():
+                made = take_raw_grads(self.parameters)
+                zeros = [None if one is None else torch.zeros_like(one.detach()) for one in made]
+                kept = [zero if one is None else one for one, zero in zip(before, zeros, strict=True)]
+                torch_internals.set_raw_grads(self.parameters, kept)
 
     def own(self, index: int) -> torch.Tensor:
         """This replica's parameter.

@@ -56,6 +56,17 @@ class LossWithCountedExamples(Training):
 
 
 @feature
+class LossWeighedByItself(Training):
+    """The same mean: what it was divided by is read from its graph."""
+
+    options = torchstrategy.RunOptions(gradient_reduction="loss")
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        losses, weights = F.mse_loss(self.model(batch[0]), batch[1], reduction="none"), batch[0][:, 0].square()
+        return (losses.mean(1) * weights).sum() / weights.sum()
+
+
+@feature
 class LossOverPairsOfRows(Training):
     """As in contrastive learning: each row against those of all replicas, which know their own by its targets."""
 

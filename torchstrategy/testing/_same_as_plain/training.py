@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from torchstrategy._core.context import in_use, is_default
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, an
+from torchstrategy._core.errors import LossWeightWarning, ReplicaBufferWarning, SharedWriteWarning, an
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._execution.replica_weights import ReplicaWeights, reduction_of
 from torchstrategy._input.batch_types import moved
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import StrategyBase
@@ -72,7 +72,7 @@ class Problem:
     def reduction(self) -> ReduceOp:
         """How the gradients of the replicas become one."""
         default = getattr(self.strategy.extended, "_gradient_reduction", ReduceOp.MEAN)
-        return ReduceOp.of((self.options or NO_OPTIONS).gradient_reduction or default)
+        return reduction_of(self.options or NO_OPTIONS, default)
 
     @property
     def num_replicas(self) -> int:
@@ -218,9 +218,9 @@ class ReplicaTraining(Training):
         counts = extended._counts((distributed,), {}, options) if isinstance(extended, ReplicatedExtended) else None
         shares = ReplicaWeights.of(leaves, problem.num_replicas, options, problem.reduction, counts=counts)
         step = partial(_observed, problem.step, self.models, self.optimizers)
-        # What these two warn of is compared here anyway.
+        # What these warn of is compared here anyway.
         with self._in_order(), warnings.catch_warnings():
-            for compared in (SharedWriteWarning, ReplicaBufferWarning):
+            for compared in (LossWeightWarning, SharedWriteWarning, ReplicaBufferWarning):
                 warnings.simplefilter("ignore", compared)
             sightings = problem.strategy.run(step, args=(distributed,), options=problem.options)
         return problem.strategy.experimental_local_results(sightings), shares
