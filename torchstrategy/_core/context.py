@@ -378,20 +378,15 @@ def _take_off(autocast_nesting: int) -> None:
 class undisturbed(AbstractContextManager[None]):
     """A block whose tensors are no inference tensors, and whose operations autograd does not record.
 
-    It does not depend on the modes of the caller. A run enters several of these blocks, so that it is no generator, and
-    makes a state only where there is an inference mode to leave.
+    It does not depend on the modes of the caller. A run enters several of these blocks, so that it is no generator.
     """
 
-    __slots__ = ("_is_recording", "_state")
+    __slots__ = ("_state",)
 
     def __enter__(self) -> None:
-        self._is_recording = torch.is_grad_enabled()
-        self._state = torch_internals.autograd_state(False) if torch.is_inference_mode_enabled() else None
-        if self._state is not None:
-            self._state.__enter__()
+        self._state = torch_internals.autograd_state(False)
+        self._state.__enter__()
         torch_internals.set_grad_enabled(False)
 
     def __exit__(self, *exception: Any) -> None:
-        torch_internals.set_grad_enabled(self._is_recording)
-        if self._state is not None:
-            self._state.__exit__(*exception)
+        self._state.__exit__(*exception)
