@@ -143,7 +143,7 @@ def names_in_reference() -> set[str]:
 def test_the_reference_names_all_that_tests_can_use() -> None:
     plugin = inspect.getsource(pytest_torchstrategy)
     options = re.findall(r'addoption\(\s*"(--[\w-]+)"', plugin)
-    fixtures = re.findall(r"^@pytest.fixture\ndef (\w+)", plugin, re.MULTILINE)
+    fixtures = re.findall(r"^@pytest.fixture(?:\(.*\).*)?\ndef (\w+)", plugin, re.MULTILINE)
     assert options and fixtures
     marks = [f"@pytest.mark.{name}" for name in re.findall(r'^_\w*MARK = "(\w+)"', plugin, re.MULTILINE)]
     assert len(marks) == 3

@@ -93,13 +93,23 @@ def meeting_of(group: str, index: int, count: int, timeout: timedelta | None) ->
         return MeetingOfThreads(count)
     prefix = f"{_attempt()}/{group}"
     limit = timeout or USUAL_LIMIT
+    are_same = _Joined.lines is not None and len(_Joined.lines.others) + 1 == count
+    earlier = _Joined.lines if are_same else None
+
+    def look() -> None:
+        """Raises an error if a worker has ended. It may have been the one that kept the store."""
+        if earlier is not None:
+            earlier.listen()
+            for worker in earlier.ended:
+                told = f"Worker {worker} of {count} has ended before all workers had joined"
+                raise WorkerError(f"{told}. This is {name_of(index, count)}.")
+
     try:
-        store, home = ask(lambda: shared_store(prefix), limit.total_seconds())
+        store, home = ask(lambda: shared_store(prefix), limit.total_seconds(), look)
     except NoAnswer:
         raise WorkerError(f"The store of torch.distributed does not answer. This is {name_of(index, count)}.") from None
     meeting = Meeting(store, _named(home, "The store of torch.distributed"), home, index, count, limit)
-    if _Joined.lines is not None and len(_Joined.lines.others) + 1 == count:
-        meeting.earlier = _Joined.lines
+    meeting.earlier = earlier
     return meeting
 
 

@@ -149,7 +149,7 @@ strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
 strategy.run(lambda: torch.ones(2))
 testing.simulate_devices(2)
 strategy.run(lambda: torch.ones(2))
-strategy = torchstrategy.CentralStorageStrategy(["sim:0", "sim:1"])
+strategy = torchstrategy.MirroredStrategy(["sim:0", "sim:1"])
 with torch.autocast("sim", dtype=torch.float16):
     products = strategy.run(lambda: torch.ones(2, 2) @ torch.ones(2, 2))
 print({product.dtype for product in products.values})
