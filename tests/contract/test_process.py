@@ -32,6 +32,8 @@ EVERYWHERE = """
 
     PACKAGE = os.path.dirname(torchstrategy.__file__)
 
+    LOST = ("<genexpr>", "_dismiss", "_forget", "_forget_holder")
+
     class Hang(BaseException):
         pass
 
@@ -63,7 +65,7 @@ EVERYWHERE = """
             # raises is lost: we cannot help that.
             nonlocal seen, where
             code = frame.f_code
-            if not code.co_filename.startswith(PACKAGE) or code.co_name in ("<genexpr>", "_dismiss", "_forget"):
+            if not code.co_filename.startswith(PACKAGE) or code.co_name in LOST or frame.f_back.f_code.co_name in LOST:
                 return
             if event not in ("call", "c_return"):
                 return
