@@ -61,6 +61,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {
             "facades",
             "listeners",
+            "replacing",
             "ordinals",
             "pending",
             "pinned",
@@ -125,8 +126,7 @@ def staircase(folder: tuple[str, ...]) -> list[set[str]]:
         return [{room.name for room in floor} for floor in floors()]
     if folder in FLOORS:
         return FLOORS[folder]
-    init = PACKAGE.joinpath(*folder) if folder else Path(__file__).parent  # the package's own docstring is for users
-    return [{name} for name, _ in listed(init / "__init__.py")]
+    return [{name} for name, _ in listed(PACKAGE.joinpath(*folder) / "__init__.py")]
 
 
 def floor_of(folder: tuple[str, ...], module: str) -> int:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchstrategy._communication.bounded import NoAnswer, ask
 from torchstrategy._communication.inherited import give_back, noting_sockets
 from torchstrategy._communication.lifelines import Lifelines
-from torchstrategy._communication.meeting import USUAL_LIMIT, Meeting, name_of
+from torchstrategy._communication.meeting import HAS_ENDED, USUAL_LIMIT, Meeting, name_of
 from torchstrategy._communication.threads import MeetingOfThreads
 from torchstrategy._communication.workers import WorkerError, digest
 from torchstrategy._core.errors import described
@@ -101,8 +101,7 @@ def meeting_of(group: str, index: int, count: int, timeout: timedelta | None) ->
         if earlier is not None:
             earlier.listen()
             for worker in earlier.ended:
-                told = f"Worker {worker} of {count} has ended before all workers had joined"
-                raise WorkerError(f"{told}. This is {name_of(index, count)}.")
+                raise WorkerError(f"{HAS_ENDED.format(worker, count)}. This is {name_of(index, count)}.")
 
     try:
         store, home = ask(lambda: shared_store(prefix), limit.total_seconds(), look)

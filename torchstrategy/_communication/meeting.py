@@ -23,6 +23,7 @@ USUAL_LIMIT = timedelta(minutes=30)  # torch's own for a group
 _LOOK_S = 0.02  # how often a worker looks whether another one has come
 _REFUSED_S = 3.0  # how long a worker may refuse connections that has come: another process may have left its address
 _OVER, _HEARD = "over", "heard/"  # keys: why the meeting is over, and, with its number, that a worker knows it
+HAS_ENDED = "Worker {} of {} has ended before all workers had joined"
 _LONGEST_CALL = 200  # bytes with which a worker says that it is one
 
 _T = TypeVar("_T")
@@ -168,7 +169,7 @@ class Meeting:
             self.earlier.listen()
             dead = self.earlier.dead
         if dead:
-            raise self._over(f"Worker {dead[0]} of {self._count} has ended before all workers had joined")
+            raise self._over(HAS_ENDED.format(dead[0], self._count))
 
     # What it asks the store.
 

@@ -168,11 +168,6 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else version(tensor) for tensor in tensors]
 
 
-def are_all_there(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether none of some values is None."""
-    return type(None) not in set(map(type, tensors))
-
-
 def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all of some tensors have the layout `torch.strided`, and none is sparse."""
     return _STRIDED.issuperset(_of_each(_layout, tensors))

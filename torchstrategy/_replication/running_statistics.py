@@ -12,7 +12,6 @@ from collections.abc import Hashable, Sequence, Set
 import torch
 
 from torchstrategy._binding.changes import TrackedTensors
-from torchstrategy._communication.transfer import grouped
 from torchstrategy._core.torch_internals import unflattened
 from torchstrategy._replication.module_replica import ModuleReplica, differ
 
@@ -59,11 +58,12 @@ def _average(
 
     Those of one dtype and on the same devices are put together, so that few transfers and few kernels are needed.
     """
-    kinds: list[Hashable] = []
+    groups: dict[Hashable, list[int]] = {}
     for i, own in enumerate(before):
-        kinds.append((own.dtype, own.device, *(statistics[i].device for statistics in of_replicas)))
+        kind = own.dtype, own.device, *(statistics[i].device for statistics in of_replicas)
+        groups.setdefault(kind, []).append(i)
     means: dict[int, torch.Tensor] = {}
-    for group in grouped(kinds, [0] * len(kinds), 0):
+    for group in groups.values():
         like = [before[i] for i in group]
         flat = _flatten(like)
         parts = [_flatten([statistics[i] for i in group]).to(flat.device) for statistics in of_replicas]

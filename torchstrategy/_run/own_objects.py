@@ -12,7 +12,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -138,10 +138,7 @@ class OwnObjects(Storage):
             self.random.begin_run()
             try:
                 self._workers.arrive("the step")
-                if weights.is_understudy:
-                    with unwritten(list(self._on_read.values())):
-                        result = run_by(self._run_backward, self._run_forward, call)
-                else:
+                with unwritten(list(self._on_read.values())) if weights.is_understudy else _NO_BLOCK:
                     result = run_by(self._run_backward, self._run_forward, call)
             finally:
                 self.random.end_run()
@@ -242,16 +239,11 @@ class OwnObjects(Storage):
     def compare(self) -> None:
         """Notes what the next exchange compares."""
         compared: list[tuple[str, object]] = []
-        number, which = 0, ""
-        for reference in list(self._optimizers.values()):
-            optimizer = reference()
-            if optimizer is not None:
-                compared.append((f"the settings of {type(optimizer).__name__}{which}:", self._settings.of(optimizer)))
-                number += 1
-                which = f" (optimizer {number + 1} of the scope)"
-        if self._steppers:
-            for stepper in _alive(self._steppers.values()):
-                compared.append((f"the state of {type(stepper).__name__}:", _numbers(stepper)))
+        for number, optimizer in enumerate(_alive(self._optimizers.values())):
+            which = f" (optimizer {number + 1} of the scope)" if number else ""
+            compared.append((f"the settings of {type(optimizer).__name__}{which}:", self._settings.of(optimizer)))
+        for stepper in _alive(self._steppers.values()):
+            compared.append((f"the state of {type(stepper).__name__}:", _numbers(stepper)))
         tensors = self.gradients.tensors
         compared.append(("which parameters are trained:", tensors.flags()))
         compared.append(("the modes of the modules:", tensors.modes()))
@@ -341,6 +333,9 @@ class OwnObjects(Storage):
             return total.to(loss.dtype) if isinstance(loss, torch.Tensor) else total.item()
 
         return whole
+
+
+_NO_BLOCK: AbstractContextManager[None] = nullcontext()
 
 
 def _may_draw(optimizer: Optimizer) -> bool:

@@ -32,7 +32,7 @@ from typing import Protocol, final
 
 import torch
 
-from torchstrategy._communication.transfer import accumulate, brought, equal, grouped, weighted
+from torchstrategy._communication.transfer import accumulate, brought, equal, weighted
 from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core import torch_internals
 from torchstrategy._core.context import undisturbed
@@ -393,23 +393,20 @@ class GradientReducer:
 
     def _choose_written(self, columns: Mapping[int, Sequence[VisibleGradient | None]]) -> set[int]:
         """Takes gradients on accelerators that all replicas have written. Returns the positions of their parameters."""
-        written: dict[int, list[torch.Tensor]] = {}
+        by_device: dict[Device, dict[int, list[torch.Tensor]]] = {}
         for index, views in columns.items():
             are_written = len(views) > 1 and all(view is not None and view.was_written() for view in views)
             if are_written and self.accumulated[index] is not None:
                 gradients = [v.gradient.detach() for v in views if v is not None and v.gradient is not None]
                 if can_be_chosen(gradients):
-                    written[index] = [gradient.to(self.owners[index].device) for gradient in gradients]
-        for indices in grouped([gradients[0].device for gradients in written.values()], [0] * len(written), 0):
-            positions = [list(written)[i] for i in indices]
-
-            def merge(i: int, gradients: Sequence[torch.Tensor], positions: Sequence[int] = positions) -> torch.Tensor:
-                return self._merged(self.accumulated[positions[i]], gradients)
-
-            chosen = choose([written[index] for index in positions], merge)
-            for index, gradient in zip(positions, chosen, strict=True):
-                self.accumulated[index] = gradient
-        return set(written)
+                    device = self.owners[index].device
+                    by_device.setdefault(device, {})[index] = [gradient.to(device) for gradient in gradients]
+        chosen: dict[int, torch.Tensor] = {}
+        for written in by_device.values():
+            chosen.update(choose(written, self._merged))
+        for index, gradient in chosen.items():
+            self.accumulated[index] = gradient
+        return set(chosen)
 
     def _agreed(self, index: int, visible: Sequence[VisibleGradient | None]) -> torch.Tensor | None:
         """What the replicas have left of an accumulated gradient in their visible gradients."""
@@ -436,9 +433,11 @@ class GradientReducer:
                 "accumulated and others did not. Do it in every replica, or outside of strategy.run."
             )
         # Each replica put a gradient of its own rows there: they are weighted as local gradients are.
-        return self._merged(accumulated, tensors)
+        return self._merged(index, tensors)
 
-    def _merged(self, accumulated: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _merged(self, index: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The gradient of one parameter, of which each replica with rows has brought what its own rows make of it."""
+        accumulated = self.accumulated[index]
         weights = [self._weights.weights[r] for r in self._weights.weighing]
         if self._weights.reduction is ReduceOp.MEAN:
             # The weights of one worker's replicas add up to its part of all rows.

@@ -8,7 +8,7 @@ out: to read the answer, the host would wait for all that is under way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,19 +23,19 @@ def can_be_chosen(gradients: Sequence[torch.Tensor]) -> bool:
 
 
 def choose(
-    columns: Sequence[Sequence[torch.Tensor]], merge: Callable[[int, Sequence[torch.Tensor]], torch.Tensor]
-) -> list[torch.Tensor]:
+    columns: Mapping[int, Sequence[torch.Tensor]], merge: Callable[[int, Sequence[torch.Tensor]], torch.Tensor]
+) -> dict[int, torch.Tensor]:
     """For each parameter the gradient that all replicas have, or else what `merge` makes of theirs.
 
     Args:
-        columns: For each parameter the gradients of all replicas.
-        merge: Is called with the position of a column, and with the column.
+        columns: By the positions of parameters, the gradients of all replicas.
+        merge: Is called with a position, and with the gradients of this parameter.
     """
-    first, *others = zip(*columns, strict=True)
+    first, *others = zip(*columns.values(), strict=True)
     # The largest difference is 0 only where all numbers are equal: a NaN is equal to nothing, as for `torch.equal`.
     differences = [torch.stack(list(foreach_norm(foreach_sub(row, first), math.inf))) for row in others]
     are_equal = (torch.stack(differences) == 0).all(0).unbind()
-    return [
-        torch.where(is_equal, column[0], merge(position, column))
-        for position, (is_equal, column) in enumerate(zip(are_equal, columns, strict=True))
-    ]
+    return {
+        index: torch.where(is_equal, column[0], merge(index, column))
+        for is_equal, (index, column) in zip(are_equal, columns.items(), strict=True)
+    }

@@ -6,10 +6,12 @@ import functools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, final
+
+from torchstrategy.testing._simulation.replacing import replacing
 
 _IMPORTING = "<frozen importlib._bootstrap>"  # the file of the frames in which a module is imported
 
@@ -29,22 +31,15 @@ class Imports:
         for call in self._calls[start:]:
             call()
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(self) -> AbstractContextManager[None]:
         """A block in which such calls are noted."""
         places: list[tuple[Any, str]] = [
             (logging.Logger, "addHandler"),
             (logging.Logger, "setLevel"),
             (warnings, "_add_filter"),  # through which all functions of `warnings` add a filter
         ]
-        before = [(owner, name, getattr(owner, name)) for owner, name in places if hasattr(owner, name)]
-        for owner, name, function in before:
-            setattr(owner, name, self._noting(function))
-        try:
-            yield
-        finally:
-            for owner, name, function in before:
-                setattr(owner, name, function)
+        there = [(owner, name) for owner, name in places if hasattr(owner, name)]
+        return replacing([(owner, name, self._noting(getattr(owner, name))) for owner, name in there])
 
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, final
 
+from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy.testing._ranks.lines import line_of_the_user
-from torchstrategy.testing._ranks.torch_internals import PROFILER, is_profiling
+from torchstrategy.testing._ranks.torch_internals import PROFILER
 from torchstrategy.testing._ranks.world import current_rank
+from torchstrategy.testing._simulation.replacing import replacing
+
+_BEGINNINGS = ("_prepare_trace", "_start_trace")
 
 
 class _Open(NamedTuple):
@@ -25,17 +29,10 @@ class OneProfiler:
     def __init__(self) -> None:
         self._open: _Open | None = None
 
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self) -> AbstractContextManager[None]:
         """A block in which a second one is refused."""
-        before = [(name, getattr(PROFILER, name)) for name in ("_prepare_trace", "_start_trace", "__exit__")]
-        for name, method in before:
-            setattr(PROFILER, name, self._ending(method) if name == "__exit__" else self._beginning(method))
-        try:
-            yield
-        finally:
-            for name, method in before:
-                setattr(PROFILER, name, method)
+        values = [(PROFILER, name, self._beginning(getattr(PROFILER, name))) for name in _BEGINNINGS]
+        return replacing([*values, (PROFILER, "__exit__", self._ending(PROFILER.__exit__))])
 
     def close(self, rank: int) -> None:
         """Ends the profiler of a rank that has ended and left it open; on that rank's thread."""

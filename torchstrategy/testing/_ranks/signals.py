@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 from torchstrategy.testing._ranks.world import current_rank, current_world
+from torchstrategy.testing._simulation.replacing import replacing
 
 _TIMERS = ("alarm", "setitimer", "pause", "sigwait")  # of a whole process
 
@@ -25,22 +26,18 @@ class OwnSignals:
     def __init__(self) -> None:
         self._handlers: dict[tuple[int, int], Any] = {}  # by rank and signal
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> AbstractContextManager[None]:
         """A block in which ranks have handlers of their own."""
         places: list[tuple[Any, str]] = [
             *[(signal, name) for name in ("signal", "getsignal", "raise_signal")],
             (os, "kill"),
             *[(signal, name) for name in _TIMERS if hasattr(signal, name)],
         ]
-        before = [(owner, name, getattr(owner, name)) for owner, name in places]
-        for owner, name, function in before:
-            setattr(owner, name, self._in_ranks(function, getattr(self, f"_{name}", None)))
-        try:
-            yield
-        finally:
-            for owner, name, function in before:
-                setattr(owner, name, function)
+        values: list[tuple[Any, str, Any]] = []
+        for owner, name in places:
+            own = getattr(self, f"_{name}", None)
+            values.append((owner, name, self._in_ranks(getattr(owner, name), own)))
+        return replacing(values)
 
     def _in_ranks(self, function: Callable[..., Any], own: Callable[..., Any] | None) -> Callable[..., Any]:
         """A function for all threads: ranks call `own`, with the original before its arguments, or are refused."""

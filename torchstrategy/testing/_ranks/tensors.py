@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchstrategy.testing._ranks.torch_internals import factor_of
-from torchstrategy.testing._simulation.memory import on_cpu
+from torchstrategy.testing._simulation.memory import on_cpu, span
 from torchstrategy.testing._simulation.ordinals import is_simulated
 from torchstrategy.testing._simulation.shapes import is_large, shapes_only
 
@@ -63,19 +63,12 @@ def is_spoiled(tensor: torch.Tensor) -> bool:
 
 def overlap(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Whether tensors have memory in common with others."""
-    spans = [_span(tensor) for tensor in tensors if tensor.layout is torch.strided]
-    for start, end in [_span(other) for other in others if other.layout is torch.strided]:
-        if any(start < its_end and its_start < end for its_start, its_end in spans):
-            return True
-    return False
+    spans, other_spans = _spans(tensors), _spans(others)
+    return any(start < its_end and its_start < end for start, end in other_spans for its_start, its_end in spans)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the memory of a tensor begins and ends."""
-    if not tensor.numel():
-        return 0, 0
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+def _spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [span(tensor) for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
 
 
 def in_words(tensors: Sequence[torch.Tensor]) -> str:

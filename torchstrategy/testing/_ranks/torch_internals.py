@@ -272,14 +272,8 @@ ENTRANCES = (
     "torch.utils._contextlib",
 )
 
-# The class under every profiler of torch, and whether one of them is at work in the process.
+# The class under every profiler of torch.
 PROFILER: Any = torch.autograd.profiler.profile
-
-
-def is_profiling() -> bool:
-    """Whether a profiler of torch is at work, on whatever thread."""
-    profilers: Any = torch.autograd.profiler
-    return bool(profilers._is_profiler_enabled)
 
 
 def factor_of(operation: Any) -> float:

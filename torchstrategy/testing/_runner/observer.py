@@ -17,6 +17,7 @@ from torchstrategy._core.torch_internals import TorchDispatchMode, push_dispatch
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._ranks.world import current_rank
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
+from torchstrategy.testing._simulation.replacing import replacing
 
 _aten = torch.ops.aten
 _WAITING = {
@@ -117,20 +118,14 @@ def observing(observer: Observer) -> Iterator[None]:
         (module.Stream, "synchronize", "stream.synchronize()"),
         (module.Event, "synchronize", "event.synchronize()"),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
-    for owner, name, why in places:
-        setattr(owner, name, _counted(getattr(owner, name), observer, why))
-    threads: Any = threading.Thread
-    start = threads.start
-    threads.start = _observed(start, observer)
+    values = [(owner, name, _counted(getattr(owner, name), observer, why)) for owner, name, why in places]
+    values.append((threading.Thread, "start", _observed(threading.Thread.start, observer)))
     hook = register_optimizer_step_post_hook(observer.stepped)
     try:
-        yield
+        with replacing(values):
+            yield
     finally:
         hook.remove()
-        threads.start = start
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 def _counted(wait: Callable[..., Any], observer: Observer, why: str) -> Callable[..., Any]:

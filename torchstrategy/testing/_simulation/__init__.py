@@ -4,6 +4,7 @@ A tensor of such a device is a plain `torch.Tensor`, not a subclass; torch's own
 on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
 
     ordinals      which simulated devices there are, and which is current on this thread
+    replacing     attributes that have other values for a while
     listeners     what is told what happens on streams
     pinned        memory of the CPU with a mark
     pinned_creation  pinned memory where it is made

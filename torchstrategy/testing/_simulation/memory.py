@@ -78,14 +78,13 @@ def _marked_like(tensor: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
 def overlap(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the memory of one of some tensors may reach into that of another."""
     filled = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
-    reaches = sorted((tensor.data_ptr(), tensor.data_ptr() + _reach(tensor)) for tensor in filled)
-    return any(start < end for (_, end), (start, _) in pairwise(reaches))
+    return any(start < end for (_, end), (start, _) in pairwise(sorted(map(span, filled))))
 
 
-def _reach(tensor: torch.Tensor) -> int:
-    """The bytes from the first element to the end of the last."""
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first element of a tensor, and of the end of the last."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return (steps + 1) * tensor.element_size()
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
 
 
 @final
