@@ -80,7 +80,9 @@ def groups_of(
     return [one for one in made if one is not None]
 
 
-def meeting_of(group: str, index: int, count: int, timeout: timedelta | None) -> Meeting | MeetingOfThreads:
+def meeting_of(
+    group: str, index: int, count: int, timeout: timedelta | None, told: str = ""
+) -> Meeting | MeetingOfThreads:
     """A meeting of workers of the default group, by the store that it has.
 
     Args:
@@ -88,6 +90,7 @@ def meeting_of(group: str, index: int, count: int, timeout: timedelta | None) ->
         index: The number of this worker.
         count: How many there are.
         timeout: How long to wait for all. None: as torch does.
+        told: What this worker tells the others, in a few words.
     """
     if are_threads():
         return MeetingOfThreads(count)
@@ -107,7 +110,7 @@ def meeting_of(group: str, index: int, count: int, timeout: timedelta | None) ->
         store, home = ask(lambda: shared_store(prefix), limit.total_seconds(), look)
     except NoAnswer:
         raise WorkerError(f"The store of torch.distributed does not answer. This is {name_of(index, count)}.") from None
-    meeting = Meeting(store, _named(home, "The store of torch.distributed"), home, index, count, limit)
+    meeting = Meeting(store, _named(home, "The store of torch.distributed"), home, index, count, limit, told)
     meeting.earlier = earlier
     return meeting
 

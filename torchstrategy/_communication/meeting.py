@@ -30,9 +30,10 @@ _T = TypeVar("_T")
 
 
 class Entry(NamedTuple):
-    """What a worker puts into the store: who it is, and where it takes connections."""
+    """What a worker puts into the store: who it is, what it tells the others, and where it takes connections."""
 
     who: str
+    told: str
     host: str
     addresses: list[str]
     port: int
@@ -62,12 +63,21 @@ class Meeting:
         index: The number of this worker.
         count: How many workers there are.
         timeout: How long to wait for all.
+        told: What this worker tells the others, in a few words.
     """
 
     def __init__(
-        self, store: Any, where: str, home: tuple[str, int] | None, index: int, count: int, timeout: timedelta
+        self,
+        store: Any,
+        where: str,
+        home: tuple[str, int] | None,
+        index: int,
+        count: int,
+        timeout: timedelta,
+        told: str = "",
     ) -> None:
         self._store = store
+        self._told = told
         self._where = where
         self._home = home
         self._count = count
@@ -80,8 +90,8 @@ class Meeting:
         self._calls: dict[int, _Call] = {}  # those that were not answered yet, by the number of who was called
         self._refused: dict[str, float] = {}  # since when, by the secret of who refuses connections
 
-    def meet(self) -> list[str]:
-        """Connects `lines` to all workers, and returns their names.
+    def meet(self) -> list[Entry]:
+        """Connects `lines` to all workers, and returns what each has put into the store.
 
         Raises:
             WorkerError: Naming who has not come in time, or has ended.
@@ -99,7 +109,7 @@ class Meeting:
                     self.look()
                     if time.monotonic() > self._deadline:
                         raise self._over(self._missing())
-                return [self._entry(w).who for w in range(self._count)]
+                return [self._entry(w) for w in range(self._count)]
         except BaseException as error:
             self._failed(error)
             raise
@@ -175,9 +185,14 @@ class Meeting:
 
     def _come(self, port: int) -> None:
         entry = Entry(
-            name_of(self._index, self._count), socket.gethostname(), _addresses(self._home), port, self._secret
+            who=name_of(self._index, self._count),
+            told=self._told,
+            host=socket.gethostname(),
+            addresses=_addresses(self._home),
+            port=port,
+            secret=self._secret,
         )
-        self._ask(lambda: self._store.set(str(self._index), json.dumps(entry)))
+        self._ask(lambda: self._store.set(str(self._index), json.dumps(entry._asdict())))
 
     def _look_into_store(self) -> None:
         """Raises an error if a worker has given up that this one has no connection to."""
@@ -194,8 +209,7 @@ class Meeting:
 
     def _entry(self, worker: int) -> Entry:
         told = self._ask(lambda: self._store.get(str(worker)))
-        who, host, addresses, port, secret = json.loads(told)
-        return Entry(who=who, host=host, addresses=addresses, port=port, secret=secret)
+        return Entry(**json.loads(told))
 
     def _ask(self, call: Callable[[], _T]) -> _T:
         left = max(self._deadline - time.monotonic(), _REFUSED_S)

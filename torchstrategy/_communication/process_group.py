@@ -88,14 +88,21 @@ class ProcessGroup(Workers):
     Args:
         group: The processes. None: all that `init_process_group` has joined.
         timeout: How long an exchange may take. None: as torch's default for the group.
+        told: What this worker tells the others when it joins them, in a few words.
+
+    Attributes:
+        told_by_all: What each worker has told.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, told: str = ""
+    ) -> None:
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         super().__init__(len(ranks), ranks.index(dist.get_rank()))
         name = joining.next_name(ranks)
-        meeting = joining.meeting_of(name, self.index, self.count, timeout)
-        self._names = meeting.meet()
+        meeting = joining.meeting_of(name, self.index, self.count, timeout, told)
+        entries = meeting.meet()
+        self._names = [entry.who for entry in entries]
         self._lines = meeting.lines
         with noting_sockets():
             self._groups = meeting.watched(partial(joining.groups_of, ranks, name, group, timeout))
@@ -115,6 +122,9 @@ class ProcessGroup(Workers):
         self._mentioned: dict[str, bytes] = {}  # the digests of what may differ
         self._has_said_where = False  # whether the others know where this worker waits
         self._why_over: str | None = None  # why no exchange can be made any more
+        self.told_by_all = [entry.told for entry in entries]
+        if told not in self.told_by_all:  # threads of one process tell nothing where they meet
+            self.told_by_all = self.all_gather_object(told, "the first exchange")
 
     def begin_run(self) -> None:
         self._num_runs += 1
@@ -352,7 +362,11 @@ class ProcessGroup(Workers):
     def _wait(self, where: str, act: Callable[[], None]) -> None:
         """Calls a function in which this worker may wait for others."""
         self._waits_since, self._waits_at = time.monotonic(), where
-        error = self._problem(act)
+        error: RuntimeError | None = None
+        try:
+            act()
+        except RuntimeError as raised:
+            error = raised
         if self._has_said_where:
             self._has_said_where = False
             self._lines.say("goes on", where)
@@ -364,14 +378,6 @@ class ProcessGroup(Workers):
         # Its frames have the group, which would stay open, and tell a reader nothing.
         cause = error.with_traceback(None)
         raise self._explained(where, error) from cause
-
-    def _problem(self, act: Callable[[], None]) -> RuntimeError | None:
-        """What kept operations from coming to their end."""
-        try:
-            act()
-        except RuntimeError as error:
-            return error
-        return None
 
     def _finish_one(self, sent: Operation) -> None:
         """Waits for the end of an operation, or until another worker is known to be lost."""

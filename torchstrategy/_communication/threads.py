@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar, final
 
 from torchstrategy._communication.lifelines import Lifelines
-from torchstrategy._communication.meeting import name_of
+from torchstrategy._communication.meeting import Entry, name_of
 
 _T = TypeVar("_T")
 
@@ -23,9 +23,10 @@ class MeetingOfThreads:
         self._count = count
         self.lines = Lifelines(0, 1)
 
-    def meet(self) -> list[str]:
-        """The names of all workers."""
-        return [name_of(worker, self._count) for worker in range(self._count)]
+    def meet(self) -> list[Entry]:
+        """Who all workers are. They tell one another nothing here."""
+        names = [name_of(worker, self._count) for worker in range(self._count)]
+        return [Entry(who=name, told="", host="", addresses=[], port=0, secret="") for name in names]
 
     def watched(self, call: Callable[[], _T]) -> _T:
         """What a call returns in which all workers take part. It has to be made on the thread of the worker."""

@@ -70,14 +70,7 @@ class MultiWorkerMirroredBase(StrategyBase):
             timeout = timedelta(seconds=said.timeout_seconds)
         place = _place(cluster_resolver)
         on = _own_devices(place) if devices is None else devices_of_replicas("devices", devices)
-        workers = _workers(place, process_group, timeout)
-        of_all = workers.all_gather_object(len(on), _NAME)
-        other = next((w for w, count in enumerate(of_all) if count != of_all[0]), None)
-        if other is not None:
-            raise ValueError(
-                f"All workers have the same number of replicas: worker 0 has {plural(of_all[0], 'device')}, and worker "
-                f"{other} has {of_all[other]}. Give each as many: {_NAME}(devices=[...])."
-            )
+        workers = _workers(place, process_group, timeout, len(on))
         streams = WorkerStreams(workers, on[0]) if workers.count > 1 else None
         storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, workers=workers, streams=streams)
         super().__init__(ReplicatedExtended(storage, gradient_reduction, examples=count))
@@ -272,9 +265,17 @@ def _own_devices(place: Place) -> list[Device]:
     return [accelerators[place.local_rank]]
 
 
-def _workers(place: Place, group: dist.ProcessGroup | None, timeout: timedelta | None) -> Workers:
+def _workers(place: Place, group: dist.ProcessGroup | None, timeout: timedelta | None, num_replicas: int) -> Workers:
     if group is None and place.num_workers == 1:
         return LONE
     if not has_group():
         join(place.rank, place.num_workers, place.address, timeout)
-    return ProcessGroup(group, timeout)
+    workers = ProcessGroup(group, timeout, str(num_replicas))
+    of_all = list(map(int, workers.told_by_all))
+    for w, count in enumerate(of_all):
+        if count != of_all[0]:
+            raise ValueError(
+                f"All workers have the same number of replicas: worker 0 has {plural(of_all[0], 'device')}, and worker "
+                f"{w} has {count}. Give each as many: {_NAME}(devices=[...])."
+            )
+    return workers
