@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import torchstrategy
+from torchstrategy._communication.process_group import ProcessGroup
 from workers.sharding import (
     Make,
     Net,
@@ -191,3 +192,65 @@ def read_together() -> list[torch.Tensor]:
     for batch in strategy.distribute_datasets_from_function(lambda _: loader):
         strategy.run(step, args=(batch,))
     return [torch.cat(seen), *numbers_of(model, ordinary)]
+
+
+def what_happens_in_a_backward() -> list[str]:
+    """In the order in which it does: the mark begins to travel, and backward comes to the gradient of the output."""
+    strategy, happened = strategy_of(1), []
+    with strategy.scope():
+        model = shard(Net())
+        optimizer = sgd(model)
+    begin = ProcessGroup.begin_all_reduce
+
+    def telling(self: ProcessGroup, flat: torch.Tensor, name: str) -> Callable[[], None]:
+        happened.append("the mark")
+        return begin(self, flat, name)
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        output = model(batch[0])
+        output.register_hook(lambda _: happened.append("the gradient"))
+        output.square().mean().backward()
+        optimizer.step()
+
+    ProcessGroup.begin_all_reduce = telling  # type: ignore[method-assign]
+    try:
+        for batch in strategy.experimental_distribute_dataset(batches((8, 5, 8))):
+            strategy.run(step, args=(batch,))
+    finally:
+        ProcessGroup.begin_all_reduce = begin  # type: ignore[method-assign]
+    return happened
+
+
+class Counting(nn.Module):
+    """Counts in a buffer how often backward has come to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_backwards", torch.zeros(()))
+        self.register_full_backward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.num_backwards += 1 + dist.get_rank()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+
+def buffers_of_backward() -> list[float]:
+    """After each of three runs, a buffer that backward writes, otherwise in each worker."""
+    strategy = strategy_of(1)
+    with strategy.scope():
+        model, counting = shard(Net()), Counting()
+        optimizer = sgd(model)
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        counting(model(batch[0])).square().mean().backward()
+        optimizer.step()
+
+    found = []
+    for batch in strategy.experimental_distribute_dataset(batches((8, 5, 8))):
+        strategy.run(step, args=(batch,))
+        found.append(float(counting.num_backwards))
+    return found

@@ -129,6 +129,18 @@ TOGETHER = "RuntimeError: The workers 0{}1 do not average their gradients with o
 WRAPPED = "RuntimeError: The step calls a DistributedDataParallel of Net which "
 
 
+def test_the_mark_of_a_sharded_model_travels_while_backward_goes_on() -> None:
+    """It was sent at the end, where each step waited 2 ms for it and for nothing else."""
+    for happened in cluster(2).run(sharding_more.what_happens_in_a_backward):
+        # In the first run, nothing is known that could go ahead.
+        assert happened == ["the gradient", "the mark", *(2 * ["the mark", "the gradient"])]
+
+
+def test_what_backward_writes_on_buffers_is_that_of_the_first_worker() -> None:
+    """The mark has left by then, and could not tell of it: the buffers are sent when the run ends."""
+    assert cluster(2).run(sharding_more.buffers_of_backward) == [[1.0, 2.0, 3.0]] * 2
+
+
 @pytest.mark.parametrize(
     ("workers", "what", "told"),
     [

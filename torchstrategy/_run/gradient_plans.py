@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from torchstrategy._run.trained_tensors import BufferLayout
+from torchstrategy._run.trained_tensors import BufferLayout, TrainedTensors
 
 # What some worker has as the gradient of a parameter. The gradient of the whole batch has the greatest of these.
 NONE, SPARSE, DENSE = 0, 1, 2
@@ -76,6 +76,46 @@ class GradientPlan:
         self.large = self.early + [i for i in large if i not in set(self.early)]
         self.sparse = [i for i, kind in enumerate(kinds) if kind == SPARSE]
         self.packs = _packs([i for i in dense if i not in set(large)], parameters, averaged, taken)
+
+
+@final
+class KnownPlans:
+    """The plans of the exchanges that there were, and which of them comes next, as far as that can be predicted.
+
+    Args:
+        tensors: The parameters and buffers.
+        can_overlap: Whether gradients may be sent while backward goes on.
+
+    Attributes:
+        predicted: That of the next exchange: what followed the newest one before. None: there was no exchange yet.
+    """
+
+    def __init__(self, tensors: TrainedTensors, can_overlap: bool) -> None:
+        self._tensors = tensors
+        self._can_overlap = can_overlap
+        self._made: dict[tuple[bytes, BufferLayout | None], GradientPlan] = {}
+        self._newest: GradientPlan | None = None
+        self._after: dict[GradientPlan | None, GradientPlan] = {}
+        self.predicted: GradientPlan | None = None
+
+    def of(self, kinds: bytes, buffers: BufferLayout | None) -> GradientPlan:
+        """The plan of an exchange of such gradients and buffers; see `GradientPlan`."""
+        key = kinds, buffers
+        if key not in self._made:
+            if len(self._made) >= _MOST_PLANS:  # in all workers at once, which have made the same plans
+                self._made.clear()
+                self._after.clear()
+            of_buffers = ({}, {}) if buffers is None else (self._tensors.averaged(), self._tensors.taken())
+            self._made[key] = GradientPlan(*key, self._tensors.parameters, *of_buffers, self._can_overlap)
+        return self._made[key]
+
+    def note(self, plan: GradientPlan) -> None:
+        """Says that this was the plan of the newest exchange."""
+        self._after[self._newest], self._newest = plan, plan
+        self.predicted = self._after.get(plan, plan)
+
+
+_MOST_PLANS = 100  # are kept: where each step uses other parameters, there would be more and more
 
 
 def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:

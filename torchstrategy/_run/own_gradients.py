@@ -14,7 +14,7 @@ import gc
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
@@ -32,14 +32,11 @@ from torchstrategy._core.torch_internals import (
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._run.assigned_gradients import AssignedGradients
 from torchstrategy._run.gradient_parts import add, all_laid_out, as_dense, as_sent, refuse_graphs, weigh, with_gradients
-from torchstrategy._run.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan
+from torchstrategy._run.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, KnownPlans
 from torchstrategy._run.marks import MarkFormat, Verdict
-from torchstrategy._run.pack_memory import PackMemory
+from torchstrategy._run.pack_memory import PackMemories, PackMemory
 from torchstrategy._run.trained_tensors import BufferLayout, TrainedTensors
 from torchstrategy._run.user_hooks import UserHooks
-
-_MOST_MEMORIES = 4  # are kept: of so many exchanges that follow one another in turns
-_MOST_PLANS = 100  # are kept: where each step uses other parameters, there would be more and more
 
 Arrived = Callable[[], None]  # waits until a sum is there
 
@@ -56,6 +53,8 @@ Arrived = Callable[[], None]  # waits until a sum is there
 # depends on it. So the sums of a wrong plan are dropped, also where they are right: a training that goes on from a
 # checkpoint predicts nothing at first, and has to come to the same bits. Large gradients are sent each by itself under
 # any plan, so their sums stay.
+# Where a model is sharded and others send all its gradients, the mark is all that there is to send. It goes when
+# backward begins, so that nobody waits for it at the end.
 #
 # Note [Lone replicas on accelerators]
 # - The host waits for no number of the accelerator. The mark is in the memory of the CPU, and travels by itself. The
@@ -82,6 +81,15 @@ class Mentions(Protocol):
         """Called in all workers when their numbers differ."""
 
 
+class _Predicted(NamedTuple):
+    """What a worker has sent as a predicted plan says."""
+
+    kinds: bytes  # what it has as the gradient of each parameter
+    buffers: BufferLayout | None  # the buffers that it has, if it has written any
+    mark: list[float]  # the numbers that ride along
+    memories: list[PackMemory]  # in which the sums will be
+
+
 @final
 class OwnGradients:
     """The gradients of one worker's only replica.
@@ -96,11 +104,8 @@ class OwnGradients:
         self._workers = workers
         self._marks = MarkFormat(workers.count)
         self.tensors = TrainedTensors([], [], averages_buffers=True)
-        self._plans: dict[tuple[bytes, BufferLayout | None], GradientPlan] = {}
-        self._memories: dict[GradientPlan, list[PackMemory]] = {}
-        self._last: GradientPlan | None = None  # that of the newest exchange
-        # By the plan of an exchange: the plan of the exchange that came next.
-        self._next: dict[GradientPlan | None, GradientPlan] = {}
+        self._plans = KnownPlans(self.tensors, workers.can_overlap)
+        self._memories = PackMemories(self._marks.length)
         self._assigned = AssignedGradients(workers)
         # Autograd has a thread for each kind of device, and a model may have parameters on the CPU, too.
         self._sending = threading.Lock()
@@ -108,7 +113,8 @@ class OwnGradients:
     def train(self, tensors: TrainedTensors) -> None:
         """Takes other parameters and buffers. Nothing is predicted of them."""
         self.tensors = tensors
-        self._plans, self._memories, self._last, self._next = {}, {}, None, {}
+        self._plans = KnownPlans(tensors, self._workers.can_overlap)
+        self._memories = PackMemories(self._marks.length)
         self._assigned.train(tensors)
 
     def begin_run(self, weights: ReplicaWeights, step: str, mentions: Mentions) -> None:
@@ -170,7 +176,7 @@ class OwnGradients:
         if have_gradient_hooks(parameters):
             # Backward comes to the parameters of the last layer first, and so do their hooks.
             self._hooks = [UserHooks(p) for p in reversed(parameters) if have_gradient_hooks((p,))]
-        self._expected = self._next.get(self._last, self._last)
+        self._expected = self._plans.predicted
         # Of large gradients, by the positions of their parameters: the sums, those that wait for their turn to be sent,
         # and how often backward has added to them.
         self._sums: dict[int, torch.Tensor] = {}
@@ -181,6 +187,13 @@ class OwnGradients:
         # A gradient with a graph is not sent before backward has ended, since it must not be written.
         if not makes_graph and (self._expected is None or self._expected.early):
             self._handles = self._watch_large()
+        self._verdict: Verdict | None = None
+        self._predicted: _Predicted | None = None
+        if not parameters and self._expected is not None:
+            # Others send all gradients, as `fully_shard` does. The mark is all that is left, and it travels meanwhile.
+            # Buffers that this backward writes go with the next one, or at the end of the run.
+            with undisturbed():
+                self._predicted = self._send_predicted(self._expected, [])
 
     def _watch_large(self) -> list[Any]:
         """Hooks by which large gradients are sent early; before the first exchange, they count parts of gradients."""
@@ -221,37 +234,50 @@ class OwnGradients:
         own = raw_grads(self.tensors.parameters)
         if makes_graph:
             own = [None if gradient is None else gradient.detach().clone() for gradient in own]
-        sums = self._sums_of_all(own, self._name)
+        sums = self._sums_of_all(own)
         # The sums of small gradients stand where the gradients of this worker stood, which autograd has laid out.
         if makes_graph or sums is not own:
             sums = all_laid_out(sums, self.tensors.parameters)
             set_raw_grads(self.tensors.parameters, sums)
         self._hand_out(sums)
 
-    def _sums_of_all(self, own: list[torch.Tensor | None], name: str) -> list[torch.Tensor | None]:
+    def _sums_of_all(self, own: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The sums of the gradients of all workers. See Note [How workers agree without a message]."""
-        plan, kinds, buffers = self._expected, self._kinds(own), self.tensors.layout_of_written()
-        self._verdict: Verdict | None = None
-        self._num_compared = self._workers.num_compared
-        self._mentions.compare()
+        plan = self._expected
         if plan is None:
-            right = self._agree(kinds, buffers, name)
-            memories = self._exchanged(right, own, None)
+            self._compare()
+            right = self._agree(self._kinds(own), self.tensors.layout_of_written(), self._name)
+            memories = self._exchanged(right, own)
         else:
-            if not self._counts:  # what the other workers have is what counts
-                kinds, buffers = plan.kinds, None if plan.buffers is None else self.tensors.layout()
-            memories = self._exchanged(plan, own, self._mark(kinds, buffers, name))
-            right = self._right_plan(kinds, buffers, name)
+            kinds, buffers, mark, memories = self._predicted or self._send_predicted(plan, own)
+            self._await_sums()
+            self._verdict = self._marks.read(memories[0].sums_of_numbers(), mark)
+            right = self._right_plan(kinds, buffers, self._name)
             if (right.kinds, right.buffers) != (plan.kinds, plan.buffers):
                 rest = [i for i in plan.early if right.kinds[i] == SEVERAL]
-                memories = self._exchanged(right, own, None, rest)
+                memories = self._exchanged(right, own, rest)
         sparse = {i: self._sparse_sum(i, own[i]) for i in right.sparse} if right.sparse else {}
         if self._verdict is not None and not self._verdict.all_mention_same:
-            self._mentions.settle(name)
+            self._mentions.settle(self._name)
         if right.buffers is not None:
             self._write_buffers(memories)
-        self._next[self._last], self._last = right, right
+        self._plans.note(right)
         return self._put_together(right, own, memories, sparse)
+
+    def _compare(self) -> None:
+        """Notes what this exchange compares."""
+        self._verdict = None
+        self._num_compared = self._workers.num_compared
+        self._mentions.compare()
+
+    def _send_predicted(self, plan: GradientPlan, own: list[torch.Tensor | None]) -> _Predicted:
+        """Sends what the predicted plan says, and a mark that tells what this worker has."""
+        kinds, buffers = self._kinds(own), self.tensors.layout_of_written()
+        self._compare()
+        if not self._counts:  # what the other workers have is what counts
+            kinds, buffers = plan.kinds, None if plan.buffers is None else self.tensors.layout()
+        mark = self._mark(kinds, buffers, self._name)
+        return _Predicted(kinds, buffers, mark, self._send(plan, own, mark))
 
     def _put_together(
         self,
@@ -289,7 +315,7 @@ class OwnGradients:
             return self._agree(kinds, buffers, name)
         self._workers.take_compared()
         is_as_predicted = kinds == plan.kinds and buffers == plan.buffers
-        return plan if is_as_predicted else self._plan_of(kinds, buffers)
+        return plan if is_as_predicted else self._plans.of(kinds, buffers)
 
     def _kinds(self, own: list[Any]) -> bytes:
         """What this worker has as the gradient of each parameter."""
@@ -312,17 +338,6 @@ class OwnGradients:
                 if kinds[i] and kind >= DENSE:
                     kinds[i] = max(kinds[i], kind)
         return bytes(kinds)
-
-    def _plan_of(self, kinds: bytes, buffers: BufferLayout | None) -> GradientPlan:
-        key = kinds, buffers
-        if key not in self._plans:
-            if len(self._plans) >= _MOST_PLANS:  # in all workers at once, which have made the same plans
-                self._plans.clear()
-                self._memories.clear()
-                self._next.clear()
-            of_buffers = ({}, {}) if buffers is None else (self.tensors.averaged(), self.tensors.taken())
-            self._plans[key] = GradientPlan(*key, self.tensors.parameters, *of_buffers, self._workers.can_overlap)
-        return self._plans[key]
 
     def _mark(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> list[float]:
         told = kinds if buffers is None else kinds + repr(buffers).encode()
@@ -357,7 +372,7 @@ class OwnGradients:
         counting = [told for told in of_all if told[0]] or of_all
         some = bytes(max(column) for column in zip(*(kinds for _, kinds, *_ in counting), strict=True))
         has_written = any(written for _, _, written, *_ in counting)
-        return self._plan_of(some, self.tensors.layout() if has_written else None)
+        return self._plans.of(some, self.tensors.layout() if has_written else None)
 
     def _note_leaving(self, some_leave: bool) -> None:
         self._workers.all_leave |= some_leave
@@ -366,47 +381,43 @@ class OwnGradients:
     # What is sent
 
     def _exchanged(
-        self, plan: GradientPlan, own: list[torch.Tensor | None], mark: list[float] | None, rest: Sequence[int] = ()
+        self, plan: GradientPlan, own: list[torch.Tensor | None], rest: Sequence[int] = ()
     ) -> list[PackMemory]:
-        """Sends what was not sent yet. Sums of large gradients are in `_sums` then.
+        """Sends what was not sent yet, and waits for the sums. Those of large gradients are in `_sums` then.
 
         Args:
             plan: What to send.
             own: The gradients of this worker that it has not sent during backward.
-            mark: The numbers that ride along.
             rest: The positions of large gradients to which backward has added after the first part was sent.
 
         Returns:
             The sums of the others, and of the buffers.
         """
-        first_parts = {i: self._sums.pop(i) for i in rest} if rest else {}
+        first_parts = {i: self._sums.pop(i) for i in rest}
+        # Zeros for the mark: the sums have the same bits only where what is sent has the same length.
+        memories = self._send(plan, own, [0.0] * self._marks.length)
+        self._await_sums()
+        for i, part in first_parts.items():
+            self._sums[i] = self._sums[i] + part
+        return memories
+
+    def _send(self, plan: GradientPlan, own: list[torch.Tensor | None], mark: list[float]) -> list[PackMemory]:
+        """Begins to send what was not sent yet, and a mark with it. Returns the memory in which the sums will be."""
         for i in plan.large:
             if i not in self._sums:
                 self._send_large(i, self._large_of(i, own))
         buffers = {} if plan.buffers is None else self._buffers_for(plan.buffers, plan)
-        memories = self._memories.get(plan) or self._make_memories(plan, buffers)
-        # Without a mark, zeros: the sums have the same bits only where what is sent has the same length.
-        memories[0].put_numbers([0.0] * self._marks.length if mark is None else mark)
+        memories = self._memories.of(plan, self.tensors.parameters, buffers)
+        memories[0].put_numbers(mark)
         for memory in memories:
             self._send_pack(memory, own, buffers)
+        return memories
+
+    def _await_sums(self) -> None:
+        """Waits until the sums are there."""
         for arrived in self._under_way:
             arrived()
         self._under_way = []
-        for i, part in first_parts.items():
-            self._sums[i] = self._sums[i] + part
-        if mark is not None:
-            self._verdict = self._marks.read(memories[0].sums_of_numbers(), mark)
-        return memories
-
-    def _make_memories(self, plan: GradientPlan, buffers: dict[int, torch.Tensor]) -> list[PackMemory]:
-        """Makes the memory of the packs of a plan. Only that of a few plans is kept."""
-        if len(self._memories) >= _MOST_MEMORIES:
-            self._memories.pop(next(iter(self._memories)))
-        parameters, first = self.tensors.parameters, plan.packs[0]
-        self._memories[plan] = [
-            PackMemory(pack, parameters, buffers, self._marks.length if pack is first else 0) for pack in plan.packs
-        ]
-        return self._memories[plan]
 
     def _buffers_for(self, layout: BufferLayout, plan: GradientPlan) -> dict[int, torch.Tensor]:
         """The buffers that a plan sends. Zeros, if this worker has others by now: then it is not the right plan."""
@@ -476,7 +487,7 @@ class OwnGradients:
             self._name = "the buffers that the step has written"
             self._num_compared = self._workers.num_compared
             plan = self._agree(bytes(len(own)), buffers, self._name)
-            self._write_buffers(self._exchanged(plan, own, None))
+            self._write_buffers(self._exchanged(plan, own))
 
     def settle_assigned(self, point: str, indices: Sequence[int] | None = None) -> None:
         """Makes gradients that the step has assigned those of the whole batch.

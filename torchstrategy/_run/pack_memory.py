@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torchstrategy._communication.native_dtypes import can_be_added
 from torchstrategy._core.torch_internals import foreach_copy_
 from torchstrategy._run.gradient_parts import weigh
-from torchstrategy._run.gradient_plans import Pack
+from torchstrategy._run.gradient_plans import GradientPlan, Pack
 
 
 @final
@@ -103,3 +103,34 @@ class PackMemory:
         if sums:
             foreach_copy_(sums, self.gradients)
         return sums
+
+
+@final
+class PackMemories:
+    """The memories of the plans that are used by turns: only those of a few plans are kept.
+
+    Args:
+        num_numbers: How many numbers ride along, in the first pack of each plan.
+    """
+
+    def __init__(self, num_numbers: int) -> None:
+        self._num_numbers = num_numbers
+        self._known: dict[GradientPlan, list[PackMemory]] = {}
+
+    def of(
+        self, plan: GradientPlan, parameters: Sequence[torch.Tensor], buffers: dict[int, torch.Tensor]
+    ) -> list[PackMemory]:
+        """The memories of the packs of a plan."""
+        known = self._known.get(plan)
+        if known is not None:
+            return known
+        if len(self._known) >= _MOST:
+            self._known.pop(next(iter(self._known)))
+        first, *others = plan.packs
+        made = [PackMemory(first, parameters, buffers, self._num_numbers)]
+        made += [PackMemory(pack, parameters, buffers, 0) for pack in others]
+        self._known[plan] = made
+        return made
+
+
+_MOST = 4  # plans: those of so many exchanges that follow one another in turns
