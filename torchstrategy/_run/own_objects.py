@@ -12,7 +12,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -138,8 +138,9 @@ class OwnObjects(Storage):
             self.random.begin_run()
             try:
                 self._workers.arrive("the step")
-                with unwritten(list(self._on_read.values())) if weights.is_understudy else _NO_BLOCK:
-                    result = run_by(self._run_backward, self._run_forward, call)
+                if weights.is_understudy:
+                    call = self._keeping_values_on_read(call)
+                result = run_by(self._run_backward, self._run_forward, call)
             finally:
                 self.random.end_run()
             self._end(weights)
@@ -154,6 +155,15 @@ class OwnObjects(Storage):
             self._thread = None
             self._updating.clear()
             self.gradients.end_run()
+
+    def _keeping_values_on_read(self, call: Callable[[], Tree]) -> Callable[[], Tree]:
+        """A call after which variables that are put together when they are read have the values from before it."""
+
+        def keeping() -> Tree:
+            with unwritten(list(self._on_read.values())):
+                return call()
+
+        return keeping
 
     def _begin(self, weights: ReplicaWeights, step: str) -> None:
         if self._has_news or not self.gradients.tensors.is_same():
@@ -333,9 +343,6 @@ class OwnObjects(Storage):
             return total.to(loss.dtype) if isinstance(loss, torch.Tensor) else total.item()
 
         return whole
-
-
-_NO_BLOCK: AbstractContextManager[None] = nullcontext()
 
 
 def _may_draw(optimizer: Optimizer) -> bool:
