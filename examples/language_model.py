@@ -4,8 +4,8 @@ The text is what `help("class")` and the like show. It comes with every Python, 
 different sentences of 55,000 words, of which every tenth sentence is held out.
 
 Sentences differ in length, so replicas, batches and updates have different numbers of words, and the loss is the mean
-over all words of an update. N replicas and K batches compute exactly this mean, and learn what plain PyTorch learns
-from one large batch:
+over all words of an update. By `gradient_reduction="loss"`, N replicas and K batches compute exactly this mean, and
+learn what plain PyTorch learns from one large batch:
 
     python examples/language_model.py --replicas 3 --accumulate 4 --check
 """
@@ -34,8 +34,6 @@ from tqdm import tqdm
 import torchstrategy
 
 PAD, UNKNOWN, END = range(3)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 # How much losses and weights may differ from those of plain PyTorch in the same precision: replicas add the same
 # numbers in another order, and mixed precision keeps two or three digits of each sum.
 ALLOWED = {"float32": (1e-5, 1e-5), "bfloat16": (5e-3, 5e-2), "float16": (5e-3, 5e-2)}
@@ -78,11 +76,11 @@ class LanguageModel(nn.Module):
         return self.decoder(features)
 
 
-def word_losses(model: nn.Module, sentences: Tensor, precision: str = "float32") -> Tensor:
-    """The loss of each next word, of shape [sentences, longest - 1]; 0 where there is none."""
-    with torch.autocast(sentences.device.type, DTYPES[precision], enabled=precision != "float32"):
+def word_loss(model: nn.Module, sentences: Tensor, precision: str = "float32") -> Tensor:
+    """The mean loss of the next words; padding is none."""
+    with torch.autocast(sentences.device.type, getattr(torch, precision), enabled=precision != "float32"):
         logits = model(sentences[:, :-1])
-    return F.cross_entropy(logits.float().transpose(1, 2), sentences[:, 1:], reduction="none", ignore_index=PAD)
+    return F.cross_entropy(logits.float().transpose(1, 2), sentences[:, 1:], ignore_index=PAD)
 
 
 def build(options: argparse.Namespace, updates: int) -> tuple[Any, ...]:
@@ -96,6 +94,16 @@ def build(options: argparse.Namespace, updates: int) -> tuple[Any, ...]:
     return model, optimizer, scheduler, scaler
 
 
+def update(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> None:
+    """One update by the gradients that are there."""
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+    optimizer.zero_grad()
+
+
 def groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
     """The batches of one update after the other, for ever."""
     while True:
@@ -107,36 +115,30 @@ def groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
 def train(options: argparse.Namespace, updates: int) -> tuple[nn.Module, list[Tensor]]:
     """The trained model, and the mean loss of each update."""
     torch.manual_seed(options.seed)
-    strategy = torchstrategy.CentralStorageStrategy([options.device] * options.replicas, options.device)
+    devices = [options.device] * options.replicas
+    strategy = torchstrategy.CentralStorageStrategy(devices, options.device, gradient_reduction="loss")
     loader = DataLoader(corpus()[0], options.batch_size, shuffle=True, collate_fn=padded)
     loader = strategy.experimental_distribute_dataset(loader)
     with strategy.scope():
         model, optimizer, scheduler, scaler = build(options, updates)
 
-    def train_step(sentences: Tensor, words: int, is_last: bool) -> Tensor:
-        """Trains on one batch of an update. `words` counts the words in all batches and replicas of the update."""
-        losses = word_losses(model, sentences, options.precision)
-        # `losses.sum() / words` would be right if the strategy summed the gradients of replicas, but it averages them.
-        loss = torchstrategy.nn.compute_average_loss(losses, global_batch_size=words)
+    def train_step(sentences: Tensor, share: float, is_last: bool) -> tuple[Tensor, Tensor]:
+        """Trains on one batch, which has this share of the words of the update."""
+        loss = word_loss(model, sentences, options.precision) * share
         scaler.scale(loss).backward()
         if is_last:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-            optimizer.zero_grad()
-        return losses.detach().sum()
+            update(model, optimizer, scheduler, scaler)
+        return loss.detach(), (sentences[:, 1:] != PAD).sum()
 
     losses = []
     all_groups = itertools.islice(groups(loader, options.accumulate), updates)
     for group in tqdm(all_groups, total=updates, unit="update", disable=None, leave=False):
         words = sum(count for _, count in group)
         loss = 0.0
-        for i, (sentences, _) in enumerate(group, start=1):
-            per_replica_losses = strategy.run(train_step, args=(sentences, words, i == len(group)))
-            loss += strategy.reduce("sum", per_replica_losses, axis=None)
-        losses.append(loss / words)
+        for i, (sentences, count) in enumerate(group, start=1):
+            own_losses, own_words = strategy.run(train_step, args=(sentences, count / words, i == len(group)))
+            loss += strategy.reduce("mean", own_losses, axis=None, weights=own_words)
+        losses.append(loss)
     return model, losses
 
 
@@ -147,15 +149,10 @@ def train_plainly(options: argparse.Namespace, updates: int) -> tuple[nn.Module,
     with torch.device(options.device):
         model, optimizer, scheduler, scaler = build(options, updates)
     losses = []
-    for [(sentences, words)] in itertools.islice(groups(loader, 1), updates):
-        loss = word_losses(model, sentences.to(options.device), options.precision).sum() / words
+    for [(sentences, _)] in itertools.islice(groups(loader, 1), updates):
+        loss = word_loss(model, sentences.to(options.device), options.precision)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-        optimizer.zero_grad()
+        update(model, optimizer, scheduler, scaler)
         losses.append(loss.detach())
     return model, losses
 
@@ -164,7 +161,7 @@ def train_plainly(options: argparse.Namespace, updates: int) -> tuple[nn.Module,
 def perplexity(model: nn.Module, device: str) -> float:
     """The perplexity of the held-out sentences. Outside `run` the model is plain PyTorch."""
     loader = DataLoader(corpus()[1], 64, collate_fn=padded)
-    loss = sum(word_losses(model, sentences.to(device)).sum().item() for sentences, _ in loader)
+    loss = sum(word_loss(model, sentences.to(device)).item() * words for sentences, words in loader)
     return math.exp(loss / sum(words for _, words in loader))
 
 
@@ -221,7 +218,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--replicas", type=positive, default=2, help="default: 2")
     parser.add_argument("--device", default="cpu", help="of all replicas; default: cpu")
-    parser.add_argument("--precision", choices=list(DTYPES), default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--precision", choices=list(ALLOWED), default="bfloat16", help="default: bfloat16")
     parser.add_argument("--updates", type=positive, default=270, help="default: 270, four times through the text")
     parser.add_argument("--batch-size", type=positive, default=16, help="sentences, over all replicas; default: 16")
     parser.add_argument("--accumulate", type=positive, default=2, help="batches of an update; default: 2")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
+from token_losses import logged_over_tokens, printed_over_tokens
 from topologies import TOPOLOGIES, compute_devices
 
 ROWS = (11, 7, 4, 2, 1)  # of each batch of an epoch: four replicas get 3 3 3 2, 2 2 2 1, 1 1 1 1, 1 1 0 0, 1 0 0 0
@@ -66,6 +67,24 @@ def test_a_scalar_loss_of_uneven_replicas_is_that_of_plain_pytorch_over_an_epoch
     found = logged(strategy)
     assert max(abs(a - b) for a, b in zip(found, plain, strict=True)) < 1e-12
     assert abs(sum(found) - sum(plain)) < 1e-12
+
+
+def kinds() -> dict[str, Any]:
+    devices = compute_devices(3)
+    return {
+        "one device": lambda: torchstrategy.OneDeviceStrategy(devices[0]),
+        "default": torchstrategy.get_strategy,
+        **{f"central {n}": lambda n=n: torchstrategy.CentralStorageStrategy(devices[:n]) for n in (1, 3)},
+        **{f"mirrored {n}": lambda n=n: torchstrategy.MirroredStrategy(devices[:n]) for n in (1, 3)},
+    }
+
+
+@pytest.mark.parametrize("counts", ["a tensor", "a number"])
+@pytest.mark.parametrize("kind", kinds())
+def test_a_loss_over_tokens_is_logged_as_plain_pytorch_prints_it(kind: str, counts: str) -> None:
+    """Each step returns its loss and its own count; gradients are weighted by the same counts."""
+    found = logged_over_tokens(kinds()[kind](), counts)
+    assert found == pytest.approx(printed_over_tokens(), rel=1e-12)
 
 
 @pytest.fixture

@@ -102,7 +102,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"command"},
     ],
     ("testing", "_same_as_plain"): [
-        {"device_errors", "held", "record"},
+        {"device_errors", "held", "loss_counts"},
+        {"record"},
         {"difference", "randomness"},
         {"training"},
         {"comparison"},

@@ -263,14 +263,15 @@ def test_the_language_model_learns_what_it_learns_in_plain_pytorch(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::torchstrategy.LossWeightWarning")  # which says the same
 def test_the_check_of_the_language_model_fails_when_each_replica_takes_the_mean_of_its_own_words(
     language_model: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def own_mean(losses: torch.Tensor, global_batch_size: int) -> torch.Tensor:
-        return losses.sum() / (losses != 0).sum()
+    made = torchstrategy.CentralStorageStrategy
 
-    monkeypatch.setattr("torchstrategy.nn.compute_average_loss", own_mean)
+    def by_rows(*devices: Any, gradient_reduction: str) -> torchstrategy.Strategy:
+        return made(*devices, gradient_reduction="mean")
+
+    monkeypatch.setattr("torchstrategy.CentralStorageStrategy", by_rows)
     options = language_model.argument_parser().parse_args([])
     with pytest.raises(SystemExit, match="the run under the strategy is not the plain one"):
         language_model.check(options, "float32", updates=2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchstrategy
+from token_losses import printed_over_tokens
 from workers import values
 from workers.cluster import cluster
 from workers.trainings import batches, difference
@@ -40,6 +41,13 @@ def test_a_scalar_loss_is_the_mean_over_the_rows_of_all_workers_and_one_replica_
     assert everyone[0] == pytest.approx(alone, rel=1e-12)
     for found in everyone[1:]:
         assert found == pytest.approx([loss for i, loss in enumerate(alone) if i % 3], rel=1e-12)  # and printed nothing
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (2, 2), (3, 1)])
+def test_a_loss_over_tokens_is_logged_as_plain_pytorch_prints_it(workers: int, replicas: int) -> None:
+    expected = printed_over_tokens()
+    for found in cluster(workers).run(values.of_losses_over_tokens, replicas):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])

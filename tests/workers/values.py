@@ -11,6 +11,7 @@ import torchmetrics
 from torch import nn
 
 import torchstrategy
+from token_losses import logged_over_tokens, tokens_of
 from torchstrategy import VariableAggregation, VariableSynchronization
 from workers.trainings import Net, batches, cross_entropy, strategy_of
 
@@ -69,6 +70,10 @@ def weighted_means_of(strategy: torchstrategy.Strategy) -> list[Any]:
 
 def of_weighted_means(replicas: int) -> list[Any]:
     return weighted_means_of(strategy_of(replicas))
+
+
+def of_losses_over_tokens(replicas: int) -> list[float]:
+    return logged_over_tokens(strategy_of(replicas), options=torchstrategy.RunOptions(examples=tokens_of))
 
 
 def variables_of(strategy: torchstrategy.Strategy) -> dict[str, torch.Tensor]:

@@ -392,6 +392,20 @@ class losses_run_by(AbstractContextManager[None]):
         _around.losses = self._before
 
 
+def losses_noted_by(note: Callable[[Sequence[Any]], object]) -> losses_run_by:
+    """A block in which a function is told where each backward of this thread begins that adds to `.grad` of leaves.
+
+    Whatever ran these backwards before goes on to run them.
+    """
+    before = _around.losses
+
+    def run(outputs: Sequence[Any], grads: Sequence[Any], run_from: Callable[[Any, Any], Any]) -> Any:
+        note(outputs)
+        return run_from(outputs, grads) if before is None else before(outputs, grads, run_from)
+
+    return losses_run_by(run)
+
+
 def is_distributed_tensor(tensor: object) -> bool:
     """Whether a tensor is a `DTensor`, which has a part in each of several processes.
 

@@ -59,6 +59,11 @@ class DataParallel(nn.Module):
     become a vector. None stays None. Any other value becomes a list with one item from each replica that had rows. With
     one device the output is what the module returns.
 
+    A loss of the gathered outputs is that of the whole batch, and so is its gradient, whatever the loss is a mean over:
+    rows, tokens, class weights, what a mask leaves, or pairs of rows. Nothing has to be said of it. A loss that
+    `forward` returns is one for each replica, a mean over its own rows or tokens: compute it outside, or train with a
+    strategy, whose `gradient_reduction="loss"` is for that.
+
     Replicas are made at the first forward, and kept. Running statistics of normalisation layers become the mean of the
     replicas'. The state dict has the names of the module's own state dict. One with `module.` before each name, as
     `torch.nn.DataParallel` saves it, can be loaded, too.

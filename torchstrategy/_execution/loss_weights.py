@@ -255,6 +255,8 @@ def _is_by_rows(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[floa
         return False
     if facts[0].source == NUMBER:  # one of its numbers is its count
         return all(len(fact.divisors) > 1 for fact in facts) and _divided_by(facts, rows)
+    if max(likes) == 1 and _alike(rows):
+        return False  # it corrects nothing, and may be the number of micro-batches
     if _divided_by(facts, rows):
         return True
     for column in zip(*(fact.scales for fact in facts), strict=True):

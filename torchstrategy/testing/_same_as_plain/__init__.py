@@ -2,6 +2,7 @@
 
 device_errors    torch's errors about tensors and generators of another device
 held             what a function holds besides its arguments: closure variables, globals, attributes
+loss_counts      what the losses of the replicas were divided by
 record           what one step of a training leaves behind, as numbers on the CPU
 difference       what differs between two records of the same step
 randomness       the random numbers and tensors that several trainings share

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchstrategy._core.options import NO_OPTIONS, ReduceOp
+from torchstrategy._core.options import LOSS, NO_OPTIONS, ReduceOp
 from torchstrategy.testing._same_as_plain.comparison import Mismatch
 from torchstrategy.testing._same_as_plain.difference import SECTIONS
 from torchstrategy.testing._same_as_plain.experiments import (
@@ -39,7 +39,7 @@ from torchstrategy.testing._same_as_plain.training import Problem
 
 _SHOWN = 3  # names in a list
 _CLOSE = 1e-3  # to a ratio
-_OF_THE_UPDATE = frozenset({"gradients", "parameters"})
+_ONLY_UPDATE = frozenset({*SECTIONS, "order"}) - {"gradients", "parameters"}  # what is ignored then
 
 
 class Cause(NamedTuple):
@@ -150,13 +150,40 @@ def _batch_statistics(problem: Problem, mismatch: Mismatch) -> Cause | None:
     )
 
 
+def _own_count(problem: Problem, mismatch: Mismatch) -> Cause | None:
+    """The losses tell themselves by what they were divided; to weigh by that proves that nothing else is wrong."""
+    told = mismatch.replicas.losses.told()
+    if told is None or problem.reduction is not ReduceOp.MEAN or problem.weighs_losses:
+        return None
+    options = dataclasses.replace(problem.options or NO_OPTIONS, gradient_reduction=LOSS)
+    if not _is_of_gradients(mismatch) or not agrees(dataclasses.replace(problem, options=options, ignore=_ONLY_UPDATE)):
+        return None
+    shares = mismatch.replicas.shares
+    by = "rows" if shares.parts == shares.fractions else "what examples= says"
+    return Cause(
+        "The loss is a mean over tokens, or over what a mask or class weights leave of the rows: "
+        f"{told}. But gradients are weighted by {by}. With RunOptions(gradient_reduction='loss') gradients and "
+        "parameters agree: run the step with that option, or make the strategy with it. Or say how much each replica "
+        "counts, RunOptions(examples=lambda batch: ...), with what the loss is divided by."
+    )
+
+
+def _returned_mean(problem: Problem, mismatch: Mismatch) -> Cause | None:
+    """Nothing but the losses that the step returns differs, and gradients are not weighted by rows."""
+    if not problem.weighs_losses or {d.pair.section for d in mismatch.differences} != {"losses"}:
+        return None
+    return Cause(
+        "The gradients agree. What the step returns is averaged here by rows, or as all terms of its loss are if these "
+        "have one count; it is a mean over something else. Leave it out of the comparison: ignore=['losses']. A "
+        "training logs such a number by strategy.reduce('mean', loss, axis=None, weights=counts)."
+    )
+
+
 def _reduction(problem: Problem, mismatch: Mismatch) -> Cause | None:
     other = ReduceOp.SUM if problem.reduction is ReduceOp.MEAN else ReduceOp.MEAN
     options = dataclasses.replace(problem.options or NO_OPTIONS, gradient_reduction=other)
-    ignored = frozenset({*SECTIONS, "order"}) - _OF_THE_UPDATE
-    remedied = dataclasses.replace(problem, options=options, ignore=ignored)
-    is_of_gradients = any(d.pair.section == "gradients" for d in mismatch.differences)
-    if len(mismatch.replicas.seen) == 1 or not is_of_gradients or not agrees(remedied):
+    remedied = dataclasses.replace(problem, options=options, ignore=_ONLY_UPDATE)
+    if len(mismatch.replicas.seen) == 1 or not _is_of_gradients(mismatch) or not agrees(remedied):
         return None
     times = _times(mismatch)
     proof = f"With RunOptions(gradient_reduction={other.value.lower()!r}) gradients and parameters agree."
@@ -180,8 +207,7 @@ def _reduction(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 def _scale(problem: Problem, mismatch: Mismatch) -> Cause | None:
     reads, times = _reads_count(problem), _times(mismatch)
-    is_of_gradients = any(d.pair.section == "gradients" for d in mismatch.differences)
-    if len(mismatch.replicas.seen) == 1 or not is_of_gradients or not (reads or times):
+    if len(mismatch.replicas.seen) == 1 or not _is_of_gradients(mismatch) or not (reads or times):
         return None
     what = "number of replicas" if reads or _is_of_count(problem, mismatch) else "number of rows, or on the replica"
     return Cause(
@@ -238,11 +264,14 @@ def _coupled_rows(problem: Problem, mismatch: Mismatch) -> Iterator[str]:
     batches = tuple(repeated(batch, problem.num_replicas) for batch in problem.batches)
     alike = dataclasses.replace(problem, batches=batches, ignore=problem.ignore | {"order"})
     if len(mismatch.replicas.seen) > 1 and agrees(alike):
+        unread = mismatch.replicas.losses.unread
+        count = "" if unread is None else f" What it is divided by cannot be read from its graph (`{unread}`)."
         yield (
             "With the same rows in every replica the two agree: so the loss is not a mean in which each row counts the "
             "same. It leaves rows out or weighs them (ignored targets, masks, class weights), or compares rows with "
-            "each other (contrastive losses, statistics of the batch). Divide by the count of the whole batch, brought "
-            "together with get_replica_context().all_reduce('sum', count), and run with "
+            f"each other (contrastive losses, statistics of the batch).{count} Say how much each replica counts, if it "
+            "is a mean over what can be counted: RunOptions(examples=lambda batch: ...). Or divide by the count of the "
+            "whole batch, brought together with get_replica_context().all_reduce('sum', count), and run with "
             "RunOptions(gradient_reduction='sum')."
         )
 
@@ -255,6 +284,8 @@ _LOOKS: tuple[Callable[[Problem, Mismatch], Cause | None], ...] = (
     _order,
     _random_numbers,
     _batch_statistics,
+    _returned_mean,
+    _own_count,
     _reduction,
     _written_state,
     _not_finite,
@@ -262,6 +293,10 @@ _LOOKS: tuple[Callable[[Problem, Mismatch], Cause | None], ...] = (
     _scale,
     _update,
 )
+
+
+def _is_of_gradients(mismatch: Mismatch) -> bool:
+    return any(difference.pair.section == "gradients" for difference in mismatch.differences)
 
 
 def _names(models: Sequence[nn.Module], wanted: Callable[[nn.Module], bool]) -> list[str]:

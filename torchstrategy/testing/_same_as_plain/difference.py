@@ -9,7 +9,6 @@ from typing import NamedTuple, final
 import torch
 
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy.testing._same_as_plain.record import Numbers, Record
 
 SECTIONS = ("losses", "gradients", "parameters", "buffers", "attributes", "tensors", "optimizer")
@@ -100,7 +99,7 @@ def against_plain(replicas: Record, plain: Record) -> list[Pair]:
     pairs: list[Pair] = []
     for name in _names(*(seen.returned for seen in replicas.seen), alone.returned):
         parts, expected = [seen.returned.get(name) for seen in replicas.seen], alone.returned.get(name)
-        together = _as_one(parts, expected, replicas.shares)
+        together = _as_one(parts, expected, replicas)
         pairs.append(Pair("losses", _RETURNED.format(name or "the value"), together, expected))
     for name in _names(*(seen.attributes for seen in replicas.seen), alone.attributes):
         parts, expected = [seen.attributes.get(name) for seen in replicas.seen], alone.attributes.get(name)
@@ -156,9 +155,10 @@ def _names(*tables: Numbers) -> list[str]:
 
 
 def _as_one(
-    parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None, shares: ReplicaWeights
+    parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None, replicas: Record
 ) -> torch.Tensor | None:
     """The value for the whole batch, as plain PyTorch would return it, made of the values that replicas returned."""
+    shares = replicas.shares
     tensors = [part for part in parts if part is not None]
     if expected is None or len(tensors) < len(parts) or not tensors:
         return tensors[0] if expected is None and tensors else None
@@ -169,15 +169,28 @@ def _as_one(
     first = weighed[0][0]
     if any(tensor.shape != first.shape for tensor, _ in weighed) or first.shape != expected.shape:
         return first
-    is_mean = shares.reduction is ReduceOp.MEAN and _is_inexact(first)
-    terms = [tensor.to(_wide(tensor)) * (fraction if is_mean else 1) for tensor, fraction in weighed]
-    together = torch.stack(terms).sum(0)
-    together = together.to(first.dtype) if _is_inexact(first) else together
+    if shares.reduction is ReduceOp.MEAN and _is_inexact(first):
+        together = _weighted(*zip(*weighed, strict=True))
+        # A loss is a mean over what it was divided by, and what else the step returns may be one over rows.
+        if replicas.loss_parts is not None:
+            by_loss = [replicas.loss_parts[r] for r in shares.present if shares.weights[r]]
+            also = _weighted([tensor for tensor, _ in weighed], by_loss)
+            together = min(together, also, key=lambda found: _error(found, expected))
+    else:
+        together = torch.stack([tensor.to(_wide(tensor)) for tensor, _ in weighed]).sum(0)
+        together = together.to(first.dtype) if _is_inexact(first) else together
     # A step may have reduced the value itself, with `all_reduce` say: then it is the same in every replica.
     is_together = all(torch.equal(tensor, first) for tensor, _ in weighed)
     if is_together and _error(first, expected) <= _error(together, expected):
         return first
     return together if expected.dtype is not torch.bool else first
+
+
+def _weighted(tensors: Sequence[torch.Tensor], parts: Sequence[float]) -> torch.Tensor:
+    """The mean of tensors of floating-point numbers. What counts nothing may be NaN."""
+    first = tensors[0]
+    terms = [tensor.to(_wide(tensor)) * part for tensor, part in zip(tensors, parts, strict=True) if part]
+    return torch.stack(terms).sum(0).to(first.dtype)
 
 
 def _gathered(parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None) -> torch.Tensor | None:

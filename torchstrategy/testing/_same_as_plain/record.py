@@ -16,6 +16,7 @@ from torchstrategy._core.context import local_object
 from torchstrategy._core.tree import leaves_with_names
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy.testing._same_as_plain.loss_counts import NOTHING_READ, LossCounts
 
 Numbers: TypeAlias = dict[str, "torch.Tensor | None"]
 """Tensors by name. None stands for a gradient that is None."""
@@ -56,6 +57,9 @@ class Record:
         buffers: The buffers by name.
         optimizer: The state and the settings of the optimizer.
         tensors: The tensors outside of models that the step holds.
+        losses: What the losses of the replicas were divided by.
+        loss_parts: How much the loss of each replica is of that of the batch, where gradients are weighted by that.
+            None: its part of the rows, or what its user has said.
     """
 
     seen: tuple[Sighting, ...]
@@ -66,6 +70,8 @@ class Record:
     buffers: Numbers
     optimizer: Numbers
     tensors: Numbers
+    losses: LossCounts = NOTHING_READ
+    loss_parts: tuple[float, ...] | None = None
 
 
 def frozen(value: object) -> torch.Tensor | None:

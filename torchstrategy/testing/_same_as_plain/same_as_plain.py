@@ -44,8 +44,9 @@ def assert_same_as_plain(
     step is run in replicas. After every step these have to agree:
 
     - `"losses"`: the numbers that the step returns, in any container. Tensors that have the rows of the replicas are
-      concatenated. Other tensors and floats are averaged by rows, or added, as the gradients are. Integers are added. A
-      number that is the same in all replicas may be that of the whole batch already.
+      concatenated. Other tensors and floats are averaged by rows, or added, as the gradients are; where gradients are
+      weighted by what a loss was divided by, they may be averaged by that, too. Integers are added. A number that is
+      the same in all replicas may be that of the whole batch already.
     - `"gradients"`, at each `optimizer.step()` and after the step; `"parameters"`; `"buffers"`; `"optimizer"`, its
       state and settings.
     - `"attributes"`: the numbers and tensors that are plain attributes of modules, in every replica. A tensor may hold

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._core.context import in_use, is_default
+from torchstrategy._core.context import current_replica_context, in_use, is_default
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.errors import LossWeightWarning, ReplicaBufferWarning, SharedWriteWarning, an
-from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
+from torchstrategy._core.options import LOSS, NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.replica_weights import ReplicaWeights, reduction_of
@@ -28,6 +28,7 @@ from torchstrategy._strategy.strategy import StrategyBase
 from torchstrategy.testing._instruments import none_in_force
 from torchstrategy.testing._lockstep import Lockstep
 from torchstrategy.testing._same_as_plain.difference import Tolerance, updates_agree
+from torchstrategy.testing._same_as_plain.loss_counts import NOTHING_READ, LossCounts, LossNotes
 from torchstrategy.testing._same_as_plain.randomness import Source, Stream
 from torchstrategy.testing._same_as_plain.record import (
     Numbers,
@@ -75,6 +76,13 @@ class Problem:
         return reduction_of(self.options or NO_OPTIONS, default)
 
     @property
+    def weighs_losses(self) -> bool:
+        """Whether gradients are weighted by what the loss of each replica was divided by."""
+        losses = getattr(self.strategy.extended, "_losses", None)
+        default = None if losses is None else losses.said
+        return ((self.options or NO_OPTIONS).gradient_reduction or default) == LOSS
+
+    @property
     def num_replicas(self) -> int:
         """How many replicas there are."""
         return self.strategy.num_replicas_in_sync
@@ -116,8 +124,8 @@ class Training(ABC):
             leader: Another training's record of the same step.
         """
         with self._stream.in_force(), self._updates(leader) as updates:
-            sightings, shares = self._run(copy.deepcopy(batch))
-        return self._record(sightings, shares, updates)
+            sightings, shares, losses = self._run(copy.deepcopy(batch))
+        return self._record(sightings, shares, updates, losses)
 
     def look(self) -> Record:
         """A record of the training before its first step."""
@@ -128,10 +136,17 @@ class Training(ABC):
         """Makes a model and its optimizer."""
 
     @abstractmethod
-    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights]:
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights, LossCounts]:
         """Calls the step."""
 
-    def _record(self, sightings: Sequence[Sighting], shares: ReplicaWeights, updates: Sequence[Numbers]) -> Record:
+    def _record(
+        self,
+        sightings: Sequence[Sighting],
+        shares: ReplicaWeights,
+        updates: Sequence[Numbers],
+        losses: LossCounts = NOTHING_READ,
+    ) -> Record:
+        weighs_losses = self._problem.weighs_losses
         parameters = named_parameters(self.models)
         return Record(
             seen=tuple(sightings),
@@ -142,6 +157,8 @@ class Training(ABC):
             buffers={name: frozen(buffer) for name, buffer in named_buffers(self.models).items()},
             optimizer=optimizer_numbers(self.optimizers, self._names()),
             tensors=dict(self._stream.numbers()),
+            losses=losses,
+            loss_parts=losses.parts(len(shares.parts)) if weighs_losses else None,
         )
 
     def _names(self) -> dict[int, str]:
@@ -183,12 +200,12 @@ class PlainTraining(Training):
         with in_use(self._problem.device):
             return _optimizers(self._problem.optimizer_fn, models)
 
-    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights]:
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights, LossCounts]:
         device = self._problem.device
         with in_use(device):
             batch = batch if device is None else moved(batch, memory_device(device))
             sighting = _observed(self._problem.step, self.models, self.optimizers, batch)
-        return [sighting], ReplicaWeights((0,), (1.0,), self._problem.reduction)
+        return [sighting], ReplicaWeights((0,), (1.0,), self._problem.reduction), NOTHING_READ
 
 
 @final
@@ -210,20 +227,20 @@ class ReplicaTraining(Training):
             models = _built(self._problem.model_fn)
             return models, _optimizers(self._problem.optimizer_fn, models)
 
-    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights]:
-        problem = self._problem
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights, LossCounts]:
+        problem, notes = self._problem, LossNotes()
         (distributed,) = problem.strategy.experimental_distribute_dataset([batch])
         leaves = tree_flatten(distributed)[0]
         options, extended = problem.options or NO_OPTIONS, problem.strategy.extended
         counts = extended._counts((distributed,), {}, options) if isinstance(extended, ReplicatedExtended) else None
         shares = ReplicaWeights.of(leaves, problem.num_replicas, options, problem.reduction, counts=counts)
-        step = partial(_observed, problem.step, self.models, self.optimizers)
+        step = partial(_noted, notes, problem.step, self.models, self.optimizers)
         # What these warn of is compared here anyway.
         with self._in_order(), warnings.catch_warnings():
             for compared in (LossWeightWarning, SharedWriteWarning, ReplicaBufferWarning):
                 warnings.simplefilter("ignore", compared)
             sightings = problem.strategy.run(step, args=(distributed,), options=problem.options)
-        return problem.strategy.experimental_local_results(sightings), shares
+        return problem.strategy.experimental_local_results(sightings), shares, notes.counts(shares, leaves)
 
     def _in_order(self) -> AbstractContextManager[object]:
         if self._order is None:
@@ -238,6 +255,16 @@ class ReplicaTraining(Training):
 def _observed(step: Callable[[Any, Any, Any], Tree], models: Tree, optimizers: Tree, batch: Tree) -> Sighting:
     """Calls the step, in plain PyTorch or in a replica, and takes the numbers that it leaves there."""
     return Sighting.of(step(models, optimizers, batch), models)
+
+
+def _noted(
+    notes: LossNotes, step: Callable[[Any, Any, Any], Tree], models: Tree, optimizers: Tree, batch: Tree
+) -> Sighting:
+    """Calls the step in a replica, and notes what its losses were divided by."""
+    context = current_replica_context()
+    assert context is not None
+    with notes.noting(context.replica_id_in_sync_group):
+        return _observed(step, models, optimizers, batch)
 
 
 def _built(model_fn: Callable[[], Tree]) -> Tree:
