@@ -13,6 +13,7 @@ import functools
 import importlib
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class _Visitor(ast.NodeVisitor):
     def _visit_sequence(self, node: ast.AST, values: list[ast.expr]) -> None:
         """`getattr(torch, "_name")`, and rows of tables such as `(c10d, "_name", function)`."""
         named = set()
-        for owner, name in zip(values, values[1:], strict=False):
+        for owner, name in pairwise(values):
             path = self._path(owner)
             if path is not None and isinstance(name, ast.Constant) and _is_path(name.value, of_torch=False):
                 self._add(f"{path}.{name.value}")
