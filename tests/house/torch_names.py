@@ -24,7 +24,27 @@ RECORD = Path(__file__).with_suffix(".txt")
 FILES = [f"{room}/torch_internals.py" for room in ("_core", "testing/_ranks", "testing/_simulation")]
 
 # Names that some of the versions lack, each with the reason why the package does without.
-MAY_BE_MISSING: dict[str, str] = {}
+# `_ranks/torch_internals.py` keeps apart those variables of a process that a torch has.
+_VARIABLE = "a variable of newer versions, of which ranks get their own where there is one"
+_REDISTRIBUTE = "torch.distributed.tensor._redistribute"
+# Some are functions of CUDA. Simulated devices replace those that there are.
+OF_CUDA = "a build without CUDA lacks it, whatever its version"
+_NAMES_OF_CUDA = (
+    "_broadcast",
+    "_broadcast_coalesced",
+    "_broadcast_out",
+    "_gather",
+    "_gather_out",
+    "_scatter",
+    "_scatter_out",
+)
+MAY_BE_MISSING = {
+    **{f"torch._C.{name}": OF_CUDA for name in (*_NAMES_OF_CUDA, "_nccl_all_reduce")},
+    "._fsdp_param_groups": "since torch 2.12; before, `_fsdp_param_group` is read in its place",
+    f"{_REDISTRIBUTE}._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION": _VARIABLE,
+    f"{_REDISTRIBUTE}._warned_flatten_issues": _VARIABLE,
+    "torch.distributed.fsdp._fully_shard._fsdp_param._orig_param_uid_counter": _VARIABLE,
+}
 
 # Of a name, whether each of some versions has it.
 Versions = dict[str, bool]
