@@ -382,7 +382,7 @@ def test_a_name_has_one_home() -> None:
 )
 def test_a_strategy_is_a_constructor_and_overrides_no_public_method(strategy: type) -> None:
     assert [name for name in vars(strategy) if not name.startswith("_")] == []
-    assert getattr(strategy, "__final__", False)
+    assert getattr(strategy, "__final__", sys.version_info < (3, 11))  # older Pythons do not mark what is final
 
 
 # Documents

@@ -242,7 +242,9 @@ def test_the_process_that_keeps_the_store_leaves_last() -> None:
         for rank in range(2)
     )
     for process in (first, second):
-        assert process.stdout is not None and process.stdout.readline() == "done\n"
+        assert process.stdout is not None
+        told = (line for line in process.stdout if not line.startswith("[Gloo]"))  # torch 2.10 says who is connected
+        assert next(told) == "done\n"
     assert first.stdin is not None and first.stdout is not None
     first.stdin.close()
     with pytest.raises(subprocess.TimeoutExpired):

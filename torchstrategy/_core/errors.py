@@ -129,7 +129,8 @@ _NOT_THE_USERS = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__, i
 def hide_frames(error: BaseException) -> None:
     """Takes this package's frames above the user's last one out of the traceback of an error.
 
-    Where Python is 3.11 or newer, a bare `raise` that follows adds no frame for the function that it stands in.
+    A bare `raise` follows. In Python 3.10 it goes on with the traceback that the error had when it was caught, so the
+    first frame stays: that of the function which caught it.
     """
     frames, trace = [], error.__traceback__
     while trace is not None:
@@ -142,6 +143,8 @@ def hide_frames(error: BaseException) -> None:
     kept = [frame for i, frame in enumerate(frames) if of_users[i] or not any(of_users[i:])]
     for above, below in pairwise(kept):
         above.tb_next = below
+    if frames[0] is not kept[0]:
+        frames[0].tb_next = kept[0]
     error.__traceback__ = kept[0]
 
 

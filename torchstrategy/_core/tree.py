@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -392,8 +393,22 @@ def _has_fields(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type)  # a dataclass that is also a mapping counts as this
 
 
+def _copied(record: MutableMapping[Any, Tree]) -> Any:
+    try:
+        return copy.copy(record)
+    except KeyError:
+        # Python 3.10 looks for `__getstate__`, which every object has in newer ones. A dict whose items are attributes
+        # takes it for the key of an item.
+        if sys.version_info >= (3, 11) or not isinstance(record, dict):
+            raise
+        changed = record.__class__.__new__(record.__class__)
+        vars(changed).update(vars(record))
+        dict.update(changed, record)
+        return changed
+
+
 def _with_items(record: MutableMapping[Any, Tree], change: Callable[[str, Tree], Tree]) -> Any:
-    changed, before = copy.copy(record), dict(record)
+    changed, before = _copied(record), dict(record)
     for (key, part), name in zip(before.items(), parts_of(record), strict=True):
         changed[key] = change(name, part)
         if record[key] is not part and record[key] is changed[key]:

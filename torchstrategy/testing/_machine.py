@@ -42,6 +42,7 @@ def report() -> dict[str, Any]:
             "python": platform.python_version(),
             "platform": platform.platform(),
             **{name: _version(name) for name in _PACKAGES},
+            "torch": torch.__version__,  # with what it was built for, which some packages do not say in their version
             "cuda": torch.version.cuda,
             "threads": torch.get_num_threads(),
         },

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
+
+import pytest
 
 from torchstrategy._communication.process_group import ProcessGroup
 from torchstrategy._communication.workers import Workers
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not mark what is final")
 def test_a_group_of_processes_overrides_each_method_of_a_lone_process() -> None:
     """A method that is forgotten would answer for this process alone, and nobody would notice."""
     of_lone = {name: method for name, method in vars(Workers).items() if inspect.isfunction(method)}

@@ -78,6 +78,7 @@ def test_there_are_no_other_variables_of_a_process_in_any_module() -> None:
         "_dcp_logger",
         "_rendezvous_handlers",
         "_distributed_opaque_types_registered",
+        "_compiled_autograd_enabled",  # of torch 2.10
         "_extensions",  # of FSDP, which a library registers
         "_module_state_mapping",  # by module, and each rank has modules of its own
         "_sharded_tensor_current_id",  # numbers of tensors, each of which is given once

@@ -159,21 +159,27 @@ def meshes_marked_by(mark: Callable[[], int]) -> Iterator[None]:
     with `_thread_id`, but only for a backend of its own. A thread's number would not do here: one of a later run may
     have it again.
     """
-    real_init, real_setstate = DeviceMesh.__init__, DeviceMesh.__setstate__
+    names: Any = DeviceMesh
+    real_init, real_setstate = names.__init__, vars(names).get("__setstate__")
 
     def init(mesh: Any, *args: Any, **options: Any) -> None:
         real_init(mesh, *args, **options)
         mesh._thread_id = mark()
 
     def setstate(mesh: Any, state: dict[str, Any]) -> None:
-        real_setstate(mesh, state | {"_thread_id": mark(), "_hash": None})  # it may come from another rank
+        state = state | {"_thread_id": mark(), "_hash": None}  # it may come from another rank
+        if real_setstate is not None:
+            real_setstate(mesh, state)
+        else:  # torch before 2.11: all of its state are attributes
+            vars(mesh).update(state)
 
-    names: Any = DeviceMesh
     names.__init__, names.__setstate__ = init, setstate
     try:
         yield
     finally:
         names.__init__, names.__setstate__ = real_init, real_setstate
+        if real_setstate is None:
+            del names.__setstate__
 
 
 def forget_meshes() -> None:
