@@ -176,8 +176,7 @@ def _is_collection(inside: Inside) -> bool:
 def metrics_of(
     insides: Sequence[Inside],
     names: Sequence[str],
-    copies: Sequence[Sequence[Inside]],
-    devices: Sequence[torch.device],
+    copies: Sequence[tuple[torch.device, Sequence[Inside]]],
     workers: Workers,
 ) -> list[Metric]:
     """The metrics and collections of metrics among some modules.
@@ -185,12 +184,12 @@ def metrics_of(
     Args:
         insides: The `__dict__`s of the user's modules.
         names: What the user calls these modules.
-        copies: Of each replica, the `__dict__`s of its copies, in the same order.
-        devices: The device of each replica.
+        copies: Of each replica, its device and the `__dict__`s of its copies, in the same order.
         workers: The processes that train together.
     """
     found = [i for i, inside in enumerate(insides) if is_metric(inside) or _is_collection(inside)]
-    return [Metric(insides[i], names[i], [of_one[i] for of_one in copies], devices, workers) for i in found]
+    devices = [device for device, _ in copies]
+    return [Metric(insides[i], names[i], [of_one[i] for _, of_one in copies], devices, workers) for i in found]
 
 
 def metrics_among(modules: Sequence[nn.Module], devices: Sequence[torch.device], workers: Workers) -> list[Metric]:
