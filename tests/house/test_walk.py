@@ -15,40 +15,43 @@ from pathlib import Path
 import pytest
 
 import torchstrategy
-from house.walk import Passage, Walk
+from house.walk import Passage, Walk, room_of
 from processes import python
 
 pytestmark = pytest.mark.slow
 
 LIMITS = {"files": 32, "passages between rooms": 193}
 FOLDERS = [Path(__file__).parents[1], Path(torchstrategy.__file__).parents[1]]
+# Where the step of one replica stays, alone or in one of several workers: it knows no copies.
+ROOMS_OF_ONE_REPLICA = {"_binding", "_communication", "_core", "_execution", "_run", "_strategy"}
+ROOMS_OF_ONE_REPLICA |= {"_input", "_variables"}  # the rows that workers have read; values of variables
 PROGRAM = """
 import json
-from house.walk import walk
+from house.walk import walk, walk_alone, walk_of_a_worker
 
-for walked in (walk(), walk()):
+for walked in (walk(), walk(), walk_alone(), walk_of_a_worker()):
     print(json.dumps([[*walked.calls.items()], [*walked.between_files.items()]]))
 """
 
 
 @pytest.fixture(scope="module")
-def twice() -> list[Walk]:
+def walks() -> list[Walk]:
     """Counted in a process of its own: what other tests have left, such as simulated devices, makes the way longer."""
     done = python("-c", PROGRAM, PYTHONPATH=os.pathsep.join(map(str, FOLDERS)))
     assert done.returncode == 0, done.stderr
-    walks = []
+    found = []
     for line in done.stdout.splitlines():
         calls, between_files = json.loads(line)
         walked = Walk()
         walked.calls = Counter(dict(calls))
         walked.between_files = Counter({Passage(*passage): count for passage, count in between_files})
-        walks.append(walked)
-    return walks
+        found.append(walked)
+    return found
 
 
 @pytest.fixture
-def walked(twice: list[Walk]) -> Walk:
-    return twice[0]
+def walked(walks: list[Walk]) -> Walk:
+    return walks[0]
 
 
 def test_a_step_passes_few_files(walked: Walk) -> None:
@@ -71,7 +74,14 @@ def test_the_walk_begins_at_the_strategy_and_sees_the_threads_of_the_replicas(wa
     assert any(end == "_training/replica_steppers" for _, end in walked.between_files)
 
 
-def test_the_same_way_is_counted_again(twice: list[Walk]) -> None:
-    first, again = twice
+def test_a_step_of_one_replica_stays_in_few_rooms(walks: list[Walk]) -> None:
+    """A worker with one replica went through the room of copies, of which it has none."""
+    for one in walks[2:]:
+        assert one.calls
+        assert {file for file in one.calls if room_of(file) not in ROOMS_OF_ONE_REPLICA} == set()
+
+
+def test_the_same_way_is_counted_again(walks: list[Walk]) -> None:
+    first, again = walks[:2]
     assert again.calls == first.calls
     assert again.between_files == first.between_files

@@ -1,7 +1,8 @@
 """How a training step walks through the house: `python tests/house/walk.py`.
 
-The program runs a small training step in two replicas on the CPU. When everything is warm, it counts for one
-`strategy.run`, on all threads together:
+The program runs a small training step on the CPU: in two replicas of one process, which have copies; in one replica
+alone; and in one replica of each of two workers. When everything is warm, it counts for one `strategy.run`, on all
+threads together, or on the thread of the first worker:
 
     call        a function of torchstrategy is entered, or a generator of torchstrategy goes on
     passage     a call whose nearest caller in torchstrategy, on the stack of the same thread, is in another file
@@ -22,7 +23,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from torch import nn
 import torchstrategy
 
 PACKAGE = Path(inspect.getfile(torchstrategy)).parent
+KIT = PACKAGE / "testing"  # what makes workers of threads, which is no part of the step
 WARM_UP = 5  # runs; the first one makes the copies of the model, and the second the state of the optimizer
 
 
@@ -53,10 +55,12 @@ class Walk:
         self.calls: Counter[str] = Counter()
         self.between_files: Counter[Passage] = Counter()
         self.is_counting = False
+        self._thread: int | None = None
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Counts for the length of a block."""
+    def counting(self, this_thread_only: bool = False) -> Iterator[None]:
+        """Counts for the length of a block: on all threads, or on this one."""
+        self._thread = threading.get_ident() if this_thread_only else None
         self.is_counting = True
         try:
             yield
@@ -66,7 +70,8 @@ class Walk:
     def enter(self, frame: FrameType) -> None:
         """Counts one call, of whatever file."""
         file = file_of(frame.f_code.co_filename)
-        if file is None:
+        is_elsewhere = self._thread not in (None, threading.get_ident())
+        if file is None or is_elsewhere:
             return
         self.calls[file] += 1
         caller, start = frame.f_back, None
@@ -74,6 +79,11 @@ class Walk:
             start, caller = file_of(caller.f_code.co_filename), caller.f_back
         if start is not None and start != file:
             self.between_files[Passage(start, file)] += 1
+
+    @property
+    def rooms(self) -> set[str]:
+        """The rooms that the run passes."""
+        return set(map(room_of, self.calls))
 
     @property
     def between_rooms(self) -> Counter[Passage]:
@@ -105,27 +115,53 @@ def room_of(file: str) -> str:
 
 
 def walk() -> Walk:
-    """The walk of one warm run of a training step in two replicas."""
+    """The walk of one warm run of a training step in two replicas of one process."""
     walked = Walk()
     with _hearing(walked):  # from here on, since the threads of the replicas begin in the first run
-        strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-        with strategy.scope():
-            model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step(batch: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        *warm_up, last = strategy.experimental_distribute_dataset([torch.ones(6, 4)] * (WARM_UP + 1))
-        for batch in warm_up:
-            strategy.run(step, args=(batch,))
-        with walked.counting():
-            strategy.run(step, args=(last,))
+        _train(torchstrategy.CentralStorageStrategy(["cpu", "cpu"]), walked)
     return walked
+
+
+def walk_alone() -> Walk:
+    """The same in one replica, which is alone."""
+    walked = Walk()
+    with _hearing(walked):
+        _train(torchstrategy.OneDeviceStrategy("cpu"), walked)
+    return walked
+
+
+def walk_of_a_worker() -> Walk:
+    """The same in one replica of each of two workers, as the first of them walks."""
+    walked = Walk()
+
+    def work(rank: int) -> None:
+        torch.distributed.init_process_group("gloo")
+        _train(torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"]), walked if rank == 0 else None)
+
+    with _hearing(walked):
+        torchstrategy.testing.run_ranks(work, 2)
+    return walked
+
+
+def _train(strategy: torchstrategy.Strategy, walked: Walk | None) -> None:
+    """Runs a step until it is warm, and once more, which is counted."""
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    *warm_up, last = strategy.experimental_distribute_dataset([torch.ones(6, 4)] * (WARM_UP + 1))
+    for batch in warm_up:
+        strategy.run(step, args=(batch,))
+    is_worker = strategy.num_replicas_in_sync > len(strategy.extended.worker_devices)
+    with nullcontext() if walked is None else walked.counting(this_thread_only=is_worker):
+        strategy.run(step, args=(last,))
 
 
 @contextmanager
@@ -152,16 +188,21 @@ def _hearing(walked: Walk) -> Iterator[None]:
 
 @functools.cache
 def file_of(path: str) -> str | None:
-    """`_input/dataset` for the path of that file; None for a file of somebody else."""
-    inside = Path(path).is_relative_to(PACKAGE)
+    """`_input/dataset` for the path of that file; None for a file of somebody else, and of the testing kit."""
+    inside = Path(path).is_relative_to(PACKAGE) and not Path(path).is_relative_to(KIT)
     return Path(path).relative_to(PACKAGE).with_suffix("").as_posix() if inside else None
 
 
 def main() -> None:
-    """Prints the figures of one walk."""
+    """Prints the figures of the walks."""
     parser = argparse.ArgumentParser(description="Counts the passages of one warm training step between files.")
     parser.add_argument("--top", type=int, default=25, help="how many passages are listed of each kind")
-    print(walk().table(parser.parse_args().top))
+    top = parser.parse_args().top
+    print(f"In two replicas of one process:\n{walk().table(top)}")
+    walks_of_one = {"In one replica, alone": walk_alone(), "In one replica of each worker": walk_of_a_worker()}
+    for who, one in walks_of_one.items():
+        rooms = ", ".join(sorted(one.rooms))
+        print(f"\n{who}, in these rooms: {rooms}\n{one.table(min(top, 5))}")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ has changed.
     merged_values            what the user's modules get for the attributes that replicas wrote
     attribute_tables         the `__dict__`s of modules and tensors, with those of the replicas' copies
     late_attributes          large attributes of modules, which replicas get when a step first reads them
+    metrics                  metrics of torchmetrics: each replica counts, and the counts become one
     module_replica           the copies of the user's modules and variables that one replica has
     waiting_attributes       the large attributes that wait until a step reads them
-    metrics                  metrics of torchmetrics: each replica counts, and the counts become one
     run_warnings             warnings of a run: of batches, of lost numbers and of writes on shared tensors
     device_errors            which of the step's tensors a device error of torch is about
     plain_attributes         what plain attributes hold, in the user's modules and in the replicas' copies

@@ -24,7 +24,6 @@ from torchstrategy._core.context import is_in_replica
 from torchstrategy._core.torch_internals import version
 from torchstrategy._execution.replica import group_here
 from torchstrategy._execution.replica_weights import ReplicaWeights
-from torchstrategy._replication.module_replica import ModuleReplica
 
 Inside = dict[str, Any]  # the `__dict__` of a module
 
@@ -175,12 +174,22 @@ def _is_collection(inside: Inside) -> bool:
 
 
 def metrics_of(
-    insides: Sequence[Inside], names: Sequence[str], replicas: Sequence[ModuleReplica], workers: Workers
+    insides: Sequence[Inside],
+    names: Sequence[str],
+    copies: Sequence[tuple[torch.device, Sequence[Inside]]],
+    workers: Workers,
 ) -> list[Metric]:
-    """The metrics and collections of metrics among some modules, of which the `__dict__`s and the copies are given."""
+    """The metrics and collections of metrics among some modules.
+
+    Args:
+        insides: The `__dict__`s of the user's modules.
+        names: What the user calls these modules.
+        copies: Of each replica, its device and the `__dict__`s of its copies, in the same order.
+        workers: The processes that train together.
+    """
     found = [i for i, inside in enumerate(insides) if is_metric(inside) or _is_collection(inside)]
-    devices = [replica.device for replica in replicas]
-    return [Metric(insides[i], names[i], [r.insides[i] for r in replicas], devices, workers) for i in found]
+    devices = [device for device, _ in copies]
+    return [Metric(insides[i], names[i], [of_one[i] for _, of_one in copies], devices, workers) for i in found]
 
 
 def metrics_among(modules: Sequence[nn.Module], devices: Sequence[torch.device], workers: Workers) -> list[Metric]:

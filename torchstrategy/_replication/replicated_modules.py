@@ -115,7 +115,8 @@ class ReplicatedModules:
         self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
         self._watch_parameters()
         self._buffers.watch()
-        self.metrics = metrics_of(self._insides, self._paths, self.replicas, layout.workers)
+        copies = [(replica.device, replica.insides) for replica in self.replicas]
+        self.metrics = metrics_of(self._insides, self._paths, copies, layout.workers)
         # The position of each of the `owners`, by its id.
         self.index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
         self._classes = list(map(type, modules))
