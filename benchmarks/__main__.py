@@ -29,6 +29,7 @@ SCRIPTS = (
     "simulated",
     "ranks",
     "exposed",
+    "waits",
     "figures",
 )
 

@@ -30,7 +30,7 @@ WORKER = "worker"
 Amounts = dict[str, float]
 """What each contender took in one round."""
 
-UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "B": 1.0, "MB": 1e-6, "GB/s": 1e-9}
+UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "B": 1.0, "MB": 1e-6, "GB/s": 1e-9, "waits": 1.0}
 
 
 class Contender(NamedTuple):

@@ -7,9 +7,9 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 
@@ -23,10 +23,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
-# A machine that is busy with something else is no failure.
-too_slow = [hypothesis.HealthCheck.too_slow]
-hypothesis.settings.register_profile("no_deadline", deadline=None, suppress_health_check=too_slow)
-hypothesis.settings.load_profile("no_deadline")
+with suppress(ImportError):  # `python -m tests.gpu` runs the tests that need no package but torch and pytest
+    import hypothesis
+
+    # A machine that is busy with something else is no failure.
+    too_slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("no_deadline", deadline=None, suppress_health_check=too_slow)
+    hypothesis.settings.load_profile("no_deadline")
 
 collect_ignore = ["thirdparty"]  # a package of its own, which test_thirdparty.py installs and runs
 if simulated_devices():

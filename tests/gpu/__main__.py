@@ -1,22 +1,27 @@
 """The first minutes on a machine with a GPU: `python -m tests.gpu`, in a copy of the repository.
 
-It needs torch, pytest and pytest-xdist, and no installation. Each part says what it told, and the whole of it is in the
-folder of the option --logs. ON=cpu, in the environment, tries it without a GPU.
+It needs torch, numpy and pytest, no installation and no network, and ends in nine minutes. Each part says what it told,
+and all of it is in the folder of the option --logs. Without a GPU: ON=cpu, in the environment, runs what needs none,
+and --simulate runs it on simulated devices. --short runs a little of each part, in a minute or two.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "pytest_torchstrategy", "-p", "no:cacheprovider", "--tb=short")
-SEVERAL = (*PYTEST, "-p", "xdist", "-n", "8", "-p", "gpu.on_one_device", "-W", "default")
+ON_ONE_DEVICE = (*PYTEST, "-p", "gpu.on_one_device", "-W", "default")
+MOST_PROCESSES = 8  # that run tests at the same time
 # What some tests do is not there on one GPU.
 NOT_ON_ONE_DEVICE = (
     # They simulate devices by their names, count what travels between devices, or print where tensors are.
@@ -31,63 +36,138 @@ NOT_ON_ONE_DEVICE = (
     *("test_sync_batch_norm", "weight_norm", "parametriz", "weights_that_hooks_compute", "changes_its_dtype"),
     *("gradients_are_those_of_plain_pytorch", "parameters_that_share_memory", "adam_of_a_tensor_rate", "Adagrad"),
 )
+# What some files import beside torch, numpy and pytest.
+PACKAGES = ("hypothesis", "sklearn", "torchmetrics", "torch_geometric", "transformers", "pytorch_optimizer")
 
 
 class Part(NamedTuple):
-    """A command, the most seconds that it may take, and how many of its last lines are shown."""
+    """Commands that run at the same time, the most seconds that they may take, and how many last lines are shown."""
 
-    command: tuple[str, ...]
+    commands: Sequence[tuple[str, ...]]
     seconds: int
     lines: int = 8
+    needs: str | None = None  # a package; without it, the part is left out
 
 
-def parts() -> dict[str, Part]:
+def missing() -> list[str]:
+    """The packages that are not here."""
+    return [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+
+
+def test_files(*folders: str) -> list[str]:
+    """The files of tests that can run with the packages that are here, the largest first."""
+    found = [path for folder in folders for path in (ROOT / "tests" / folder).glob("test_*.py")]
+    absent = missing()
+    texts = {path: path.read_text(encoding="utf-8") for path in found}
+    able = [
+        p for p, text in texts.items() if not any(f"\nfrom {a} " in text or f"\nimport {a}" in text for a in absent)
+    ]
+    return [str(path.relative_to(ROOT)) for path in sorted(able, key=lambda path: -len(texts[path]))]
+
+
+def shared_out(files: Sequence[str], *options: str) -> list[tuple[str, ...]]:
+    """Commands that run the tests of some files in several processes."""
+    count = max(1, min(MOST_PROCESSES, os.cpu_count() or 1, len(files)))
+    return [(*ON_ONE_DEVICE, *files[first::count], *options) for first in range(count)]
+
+
+def parts(is_short: bool, simulated: bool) -> dict[str, Part]:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    workers = (*torchrun, "tests/gpu/two_workers.py")
     on = os.environ.get("ON", "cuda:0")
     figures = (sys.executable, "benchmarks/accelerator.py", "--rounds", "3")
+    if simulated:
+        figures = (*figures, "--simulated", "H100")
     trainer = (sys.executable, "examples/trainer.py", "--check", "--device", on, "--replicas", "2")
-    equal = ("tests/equality", "tests/contract", "-k", f"not ({' or '.join(NOT_ON_ONE_DEVICE)})")
-    return {
-        "what is there": Part((sys.executable, "-m", "torchstrategy"), 60, 24),
-        "trainings": Part((*PYTEST, "-k", "test", "tests/gpu"), 120),  # -k: every variant of each test
-        "two workers": Part((*torchrun, "tests/gpu/two_workers.py"), 60, 16),
-        "trainer": Part(trainer, 60),
-        "equality": Part((*SEVERAL, *equal), 120, 40),
-        "figures": Part(figures, 120, 40),
-    }
+    places = ("--simulate-devices=5",) if simulated else ()
+    words = "(usual or scaled or recurrent) and (two or several)" if is_short else "test"
+    trainings = (*PYTEST, "-rs", *places, "-k", words, "tests/gpu")  # -k: every variant of each test
+    what = f"not ({' or '.join(NOT_ON_ONE_DEVICE)})"
+    files = ["tests/equality/test_matrix.py"] if is_short else test_files("equality", "contract")
+    own = {"what is there": Part([(sys.executable, "-m", "torchstrategy", *places)], 60, 24)}
+    own["trainings"] = Part([trainings], 150, 30)
+    if not simulated:
+        own["two workers"] = Part([workers], 60, 24)
+        own["trainer"] = Part([trainer], 60, needs="sklearn")
+        own["equality"] = Part(shared_out(files, "-k", what), 120, 40)
+        if "ON" not in os.environ and own_devices() > 1:
+            own["workers with a GPU each"] = Part([(*workers, "--nccl")], 60, 24)
+    if not is_short:
+        own["figures"] = Part([figures], 120, 40)
+    return own
+
+
+def own_devices() -> int:
+    """How many GPUs there are. A process of its own asks, since one that has asked may not be forked."""
+    program = "import torch; print(torch.cuda.device_count())"
+    return int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+
+
+def environment() -> dict[str, str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")])
+    own = {"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **own}
 
 
 def run(name: str, part: Part, logs: Path) -> bool:
     """Runs a part, and says what it told. Returns whether it went well."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")])
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
-    log = logs / f"{name.replace(' ', '_')}.log"
+    if part.needs in missing():
+        print(f"== {name}: left out, since there is no {part.needs}", flush=True)
+        return True
+    began, files = time.monotonic(), []
+    for number in range(len(part.commands)):
+        files.append(logs / f"{name.replace(' ', '_')}{number or ''}.log")
+    processes = []
+    for command, path in zip(part.commands, files, strict=True):
+        with path.open("w") as file:
+            options: dict[str, Any] = {
+                "cwd": ROOT,
+                "env": environment(),
+                "stdout": file,
+                "stderr": subprocess.STDOUT,
+                "start_new_session": True,
+            }
+            processes.append(subprocess.Popen(command, **options))
+    ends = [end_of(process, began + part.seconds) for process in processes]
+    # 5: pytest found no test in its files that is not left out
+    went_well = all(end in (0, 5 if "pytest" in part.commands[0] else 0) for end in ends)
+    said = f"ended with {' '.join(map(str, ends))}" if None not in ends else "was ended, since it took too long,"
+    print(f"== {name}: {said} after {time.monotonic() - began:.0f} s")
+    for path in files:
+        shown = path.read_text(errors="replace").splitlines()[-max(3, part.lines // len(files)) :]
+        print("\n".join(line[:200] for line in shown), flush=True)
+    return went_well
+
+
+def end_of(process: subprocess.Popen[bytes], until: float) -> int | None:
+    """How a process ended. None: it was ended, since it took too long."""
+    try:
+        return process.wait(max(0.1, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # also what torchrun has started
+        process.wait()
+        return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("--logs", type=Path, default=Path("gpu-logs"), help="where all that is said goes")
+    parser.add_argument("--short", action="store_true", help="a little of each part")
+    parser.add_argument("--simulate", action="store_true", help="on simulated devices, where no GPU is")
+    parser.add_argument("parts", nargs="*", help="which; default: all")
+    told = parser.parse_args()
+    known = parts(told.short, told.simulate)
+    if unknown := set(told.parts) - set(known):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    told.logs.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with log.open("w") as file:
-        try:
-            done = subprocess.run(
-                part.command,
-                cwd=ROOT,
-                env=environment,
-                timeout=part.seconds,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
-            ended = f"ended with {done.returncode}"
-        except subprocess.TimeoutExpired:
-            ended = "was ended"
-    said = log.read_text(errors="replace")
-    print(f"== {name}: {ended} after {time.monotonic() - began:.0f} s")
-    print("\n".join(line[:200] for line in said.splitlines()[-part.lines :]), flush=True)
-    return ended == "ended with 0"
+    went_well = {name: run(name, known[name], told.logs) for name in known if not told.parts or name in told.parts}
+    failed = [name for name, is_well in went_well.items() if not is_well]
+    print(
+        f"== all: {time.monotonic() - began:.0f} s; " + (f"failed: {', '.join(failed)}" if failed else "all went well")
+    )
+    return bool(failed)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("--logs", type=Path, default=Path("gpu-logs"), help="where all that is said goes")
-    parser.add_argument("parts", nargs="*", help=f"which; default: all of {', '.join(parts())}")
-    told = parser.parse_args()
-    told.logs.mkdir(parents=True, exist_ok=True)
-    went_well = [run(name, part, told.logs) for name, part in parts().items() if name in (told.parts or parts())]
-    sys.exit(not all(went_well))
+    sys.exit(main())

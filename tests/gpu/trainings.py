@@ -28,7 +28,15 @@ def device() -> torch.device | None:
     return next(iter(simulated_devices()), None)
 
 
+def two_devices() -> list[torch.device]:
+    """Two devices of the same kind as `ON` that are not one; none if there are not so many."""
+    if ON is None or ON.type == "cpu" or torch.accelerator.device_count() < 2:
+        return []
+    return [torch.device(ON.type, index) for index in range(2)]
+
+
 ON: Any = device()
+TWO = two_devices()
 HAS_CUDA = ON is not None and ON.type == "cuda"
 CPU = torch.device("cpu")
 
@@ -37,6 +45,12 @@ STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "central, two replicas": lambda: torchstrategy.CentralStorageStrategy([ON, ON], ON),
     "central, parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy([ON], CPU),
     "mirrored, two replicas": lambda: torchstrategy.MirroredStrategy([ON, ON]),
+}
+
+ON_SEVERAL_DEVICES: dict[str, Callable[[], torchstrategy.Strategy]] = {
+    "central, several devices": lambda: torchstrategy.CentralStorageStrategy(TWO, TWO[0]),
+    "central, several devices, parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(TWO, CPU),
+    "mirrored, several devices": lambda: torchstrategy.MirroredStrategy(TWO),
 }
 
 
@@ -59,6 +73,18 @@ class Recurrent(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.head(self.recurrent(rows.unsqueeze(0))[0][0])
+
+
+class Flattening(Recurrent):
+    """It calls `flatten_parameters` in its forward, as programs for `nn.DataParallel` do."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.recurrent.flatten_parameters()
+        return super().forward(rows)
+
+
+def normalised_in_sync() -> nn.Module:
+    return torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm(normalised())
 
 
 def compiled() -> nn.Module:
@@ -86,6 +112,7 @@ class Training:
     autocast: torch.dtype | None = None
     scales: bool = False
     on_side_stream: bool = False
+    pins: bool = False  # the batches are in pinned memory, and so are parameters on the CPU
     options: torchstrategy.InputOptions | None = None
     runs: int = STEPS
     around_last_step: Callable[[], contextlib.AbstractContextManager[Any]] = field(default=contextlib.nullcontext)
@@ -99,6 +126,7 @@ class Training:
             optimizer = self.optimizer(model)
         else:
             model.to(strategy.extended.parameter_devices[0])
+            self._pin(model)
             strategy.distribute_module(model)
             optimizer = strategy.distribute_optimizer(self.optimizer(model))
         scaler = torch.amp.GradScaler(ON.type, enabled=self.scales, init_scale=2.0**18, growth_interval=2)
@@ -115,9 +143,16 @@ class Training:
                     strategy.run(step, args=(batch,))
         return flat(model)
 
+    def _pin(self, model: nn.Module) -> None:
+        if self.pins and ON.type != "cpu":
+            for parameter in model.parameters():
+                parameter.data = parameter.data.pin_memory() if parameter.is_cpu else parameter.data
+
     def _batches(self, strategy: torchstrategy.Strategy | None) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(7)
         x, y = (torch.randn(ROWS, width, generator=generator) for width in (WIDTH, 1))
+        if self.pins and ON.type != "cpu":
+            x, y = x.pin_memory(), y.pin_memory()
         if strategy is not None:
             return iter(strategy.experimental_distribute_dataset([(x, y)] * self.runs, self.options))
         return iter([(x.to(ON), y.to(ON))] * self.runs)
@@ -164,4 +199,6 @@ IN_ONE_PRECISION = {
     "keeps gradients": Training(keeps_gradients=True),
     "fused": Training(optimizer=fused_adam),
     "recurrent": Training(make=Recurrent),
+    "recurrent, flattening": Training(make=Flattening),
+    "pinned": Training(pins=True, options=torchstrategy.InputOptions(load_ahead=True)),
 }

@@ -75,7 +75,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"storages"},
         {"kernels", "module", "tensors"},
         {"cuda_names"},
-        {"accelerator", "backend", "cuda_alias", "parallel"},
+        {"accelerator", "backend", "cuda_alias", "parallel", "recurrent"},
         {"attention", "autocast", "batch_norm", "creation", "layers", "sparse"},
     ],
     ("testing", "_virtual_time"): [
@@ -117,7 +117,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
 
 # The rooms whose users need no strategy, and the words of the core that they may use: those that know no strategy.
 WITHOUT_STRATEGIES = {("testing", room) for room in ("_simulation", "_virtual_time", "_ranks", "_runner")}
-BASE_WORDS = {("_core", word) for word in ("errors", "expanded", "torch_internals", "trace", "worker_threads")}
+_BASE = ("errors", "expanded", "recurrent_layers", "torch_internals", "trace", "worker_threads")
+BASE_WORDS = {("_core", word) for word in _BASE}
 
 
 @functools.cache

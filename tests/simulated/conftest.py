@@ -56,6 +56,19 @@ def no_tensors_of_other_tests(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module")
+def counting() -> Iterator[Any]:
+    """The module benchmarks/waits.py."""
+    known = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        import waits
+
+        yield waits
+    for name in {"waits", "contest"} - known:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
 def contests() -> Iterator[Any]:
     """The module benchmarks/accelerator.py."""
     known = set(sys.modules)

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import torchstrategy
-from torchstrategy._communication import transfer
+from torchstrategy._communication import copy_streams
+from torchstrategy._communication.copy_streams import Cargo
 from torchstrategy._core import devices as devices_of_core
-from torchstrategy.testing import record_streams, simulated_devices
+from torchstrategy._execution.random_streams import generators_of
+from torchstrategy.testing import assert_same_as_plain, record_streams, simulated_devices
 
 SIM = simulated_devices()
 MAKES: dict[str, Callable[[], torchstrategy.Strategy]] = {
@@ -63,6 +65,63 @@ def test_a_module_with_few_functions_is_enough(
         assert torch.equal(one, other)
 
 
+@pytest.fixture
+def unused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has simulated devices look as CUDA devices do before they are first used: there are no generators yet.
+
+    Whoever asks for a random state uses the devices.
+    """
+    module: Any = torch.get_device_module("sim")
+    generators, read, calls = module.default_generators, module.get_rng_state, list[str]()
+
+    def get_rng_state(*args: Any) -> torch.Tensor:
+        calls.append("get_rng_state")
+        monkeypatch.setattr(module, "default_generators", generators)
+        return read(*args)
+
+    monkeypatch.setattr(module, "default_generators", ())
+    monkeypatch.setattr(module, "get_rng_state", get_rng_state)
+    return calls
+
+
+@pytest.mark.parametrize("kind", MAKES)
+def test_generators_that_are_not_there_before_the_first_use(kind: str, request: pytest.FixtureRequest) -> None:
+    expected = weights(MAKES[kind])
+    calls = request.getfixturevalue("unused")
+    for one, other in zip(weights(MAKES[kind]), expected, strict=True):
+        assert torch.equal(one, other)
+    assert calls or kind == "one device"  # where the only replica draws as the program does
+
+
+def test_a_generator_is_the_same_before_and_after_the_first_use(unused: list[str]) -> None:
+    (before,) = generators_of(SIM[1], with_cpu=False)
+    state = before.get_state()
+    (after,) = generators_of(SIM[1], with_cpu=False)
+    assert isinstance(after, torch.Generator) and torch.equal(state, after.get_state())
+    before.manual_seed(5)
+    assert after.initial_seed() == 5
+    before.set_state(state)
+    assert torch.equal(state, after.get_state())
+
+
+def test_the_comparison_with_plain_torch_needs_no_device_that_was_used(unused: list[str]) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(rows.to(next(model.parameters()).device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    assert_same_as_plain(
+        step,
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        [torch.ones(5, 4)] * 2,
+        torchstrategy.MirroredStrategy(SIM[:2]),
+    )
+    assert unused
+
+
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "on demand"])
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
 def test_one_stream_and_no_pinned_memory_are_enough(
@@ -80,7 +139,7 @@ def test_one_stream_and_no_pinned_memory_are_enough(
     def copies_by_itself(device: torch.device) -> bool:
         return False
 
-    transfer._new_stream.cache_clear()
+    copy_streams._new_stream.cache_clear()
     monkeypatch.setattr(torch, "Stream", only)
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
     monkeypatch.setattr(torch.Tensor, "record_stream", refuse)
@@ -90,7 +149,7 @@ def test_one_stream_and_no_pinned_memory_are_enough(
         with record_streams():
             found = weights(make, ahead)
     finally:
-        transfer._new_stream.cache_clear()
+        copy_streams._new_stream.cache_clear()
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
@@ -100,11 +159,11 @@ def test_a_backend_that_makes_no_streams_copies_on_the_one_it_has(monkeypatch: p
         raise RuntimeError("Backend doesn't support create a new Stream.")
 
     monkeypatch.setattr(torch, "Stream", refuse)
-    transfer._new_stream.cache_clear()
+    copy_streams._new_stream.cache_clear()
     try:
-        assert transfer.copy_stream(SIM[1]) == torch.accelerator.current_stream(SIM[1])
+        assert copy_streams.copy_stream(SIM[1], Cargo.VALUES) == torch.accelerator.current_stream(SIM[1])
     finally:
-        transfer._new_stream.cache_clear()
+        copy_streams._new_stream.cache_clear()
 
 
 def test_memory_is_pinned_for_devices_that_copy_it_by_themselves() -> None:

@@ -67,6 +67,33 @@ def test_a_warm_step_with_batch_norm_and_clipping_waits_for_no_device(
     assert not trace.step(-1).synchronizations
 
 
+FAMILIES = [
+    "perceptron",
+    "convolutions and batch norm",
+    "convolutions and SyncBatchNorm",
+    "LSTM",
+    "transformer",
+    "embedding",
+]
+
+
+@pytest.mark.parametrize("change", ["", "clipped", "scaled"], ids=["as it is", "clipped", "scaled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_warm_step_of_a_family_of_models_waits_no_more_than_in_plain_torch(
+    family: str, change: str, counting: Any
+) -> None:
+    """Under every strategy, and in workers with one replica each. What a GradScaler waits for, it waits for once."""
+    assert list(counting.FAMILIES) == FAMILIES
+    found = {way: counting.by_whom(reasons) for way, reasons in counting.waits(family, change).items()}
+    plain = len(found[counting.PLAIN][0])
+    assert plain == (change == "scaled")
+    assert {way: of_devices for way, (of_devices, _) in found.items() if len(of_devices) > plain} == {}
+    # Workers compare what they have, once for each backward and four times for each layer of SyncBatchNorm.
+    meetings = 13 if family == "convolutions and SyncBatchNorm" else 1
+    of_workers = {way: len(reasons) for way, (_, reasons) in found.items() if reasons}
+    assert of_workers == {counting.WORKERS: meetings}
+
+
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_statistics_that_no_replica_changes_keep_their_bits(kind: str) -> None:
     """A mean of three equal numbers, each times its part of the rows, would be another number now and then."""

@@ -4,6 +4,7 @@ Tensors of several replicas come in; copies of them on other devices, or their s
 `torch.nn.parallel` and NCCL.
 
     native_dtypes       tensors as NCCL and gloo take them, which know fewer dtypes than torch
+    copy_streams        the streams on which values come to an accelerator and leave it
     transfer            copies and sums between devices, weighted sums, and many small tensors sent as a few
     options             what a person says about how values travel, and whether this machine can do it
     wire                values as bytes that hold no code, as workers send them to each other

@@ -120,10 +120,11 @@ class Lifelines:
 
     def close(self) -> None:
         """Closes the connections of this process. Those that a forked process inherited stay open in the other one."""
-        self._selector.close()
         for connection in self._sockets.values():
             connection.close()
         self._sockets.clear()
+        with suppress(OSError):  # on macOS a forked process does not inherit it, and some Pythons close it all the same
+            self._selector.close()
 
 
 _alive: weakref.WeakSet[Lifelines] = weakref.WeakSet()

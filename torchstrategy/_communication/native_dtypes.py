@@ -49,6 +49,11 @@ def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     return sendable if sendable.dtype in _ADDED else bits(sendable)
 
 
+def is_sent_as_it_is(tensor: torch.Tensor) -> bool:
+    """Whether a dense tensor can be sent from its own memory, and received there."""
+    return tensor.dtype in _ADDED and tensor.is_contiguous() and not tensor.is_neg()
+
+
 def from_sendable(sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The reverse of `as_sendable`, for a tensor with the dtype and shape of `like`."""
     if like.dtype in _ADDED:

@@ -38,7 +38,7 @@ def _ipv4_addresses(interface: str) -> list[str]:
     if sys.platform != "linux":
         return []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, _REQUEST.pack(interface.encode()[:15]))
+        answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, _REQUEST.pack(os.fsencode(interface)[:15]))
         return [socket.inet_ntoa(answer[_ADDRESS])]
     return []
 
@@ -46,7 +46,7 @@ def _ipv4_addresses(interface: str) -> list[str]:
 def _ipv6_addresses(interface: str) -> list[str]:
     found = []
     with suppress(OSError):
-        for line in _IPV6_TABLE.read_text().splitlines():
+        for line in os.fsdecode(_IPV6_TABLE.read_bytes()).splitlines():
             digits, _, _, scope, _, name = line.split()
             if name == interface and scope == _GLOBAL_SCOPE:
                 found.append(str(IPv6Address(bytes.fromhex(digits))))

@@ -12,7 +12,6 @@ tensor is sent as it is.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,12 +20,14 @@ import torch
 from torch.cuda import nccl
 from torch.nn.parallel import comm
 
+from torchstrategy._communication.copy_streams import Cargo, copy_stream
 from torchstrategy._communication.native_dtypes import (
     as_addable,
     as_sendable,
     can_be_added,
     from_addable,
     from_sendable,
+    is_sent_as_it_is,
 )
 from torchstrategy._core import torch_internals
 from torchstrategy._core.context import is_accelerator
@@ -62,8 +63,8 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
     """
     writes = [write for write in writes if write.targets]
     if _is_broadcast(writes):
-        copies = _broadcast(writes[0].sources, [write.targets[0].device for write in writes])
-        writes = [Write(write.targets, copy) for write, copy in zip(writes, copies, strict=True)]
+        _broadcast(writes)
+        return []
     for targets, sources in writes:
         device = targets[0].device
         if sources[0].device == device:
@@ -78,14 +79,27 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
                 else:  # a large tensor is copied without a temporary tensor on the target device
                     there[0].copy_(sources[group[0]], non_blocking=copies_by_itself(device))
     places = [write.targets[0].device for write in writes if write.sources[0].is_cpu]
-    return [copy_stream(device).record_event() for device in places if is_accelerator(device)]
+    return [copy_stream(device, Cargo.VALUES).record_event() for device in places if is_accelerator(device)]
 
 
-def _broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-    """Copies of tensors of one CUDA device on each of several others."""
-    sendable = [as_sendable(tensor) for tensor in tensors]
-    _, *copies = comm.broadcast_coalesced(sendable, [tensors[0].device, *devices])
-    return [[from_sendable(sent, like) for sent, like in zip(copy, tensors, strict=True)] for copy in copies]
+def _broadcast(writes: Sequence[Write]) -> None:
+    """Writes tensors of one CUDA device on those of several others.
+
+    Small tensors are sent together and large ones into the targets themselves, so that no device needs memory for all
+    values twice.
+    """
+    for group in _groups(writes[0].sources):
+        sources = [writes[0].sources[index] for index in group]
+        targets = [[write.targets[index] for index in group] for write in writes]
+        if len(group) == 1 and all(is_sent_as_it_is(tensor) for tensor in [sources[0], *(one for (one,) in targets)]):
+            with torch_internals.counting_writes([one for (one,) in targets]):
+                comm.broadcast(sources[0].detach(), out=[one.detach() for (one,) in targets])
+            continue
+        devices = [sources[0].device, *(tensors[0].device for tensors in targets)]
+        _, *copies = comm.broadcast_coalesced([as_sendable(tensor) for tensor in sources], devices)
+        for tensors, copy in zip(targets, copies, strict=True):
+            arrived = [from_sendable(sent, like) for sent, like in zip(copy, sources, strict=True)]
+            torch_internals.foreach_copy_(tensors, arrived)
 
 
 def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = False) -> list[torch.Tensor]:
@@ -107,34 +121,6 @@ def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = Fals
     if pinned:
         torch.accelerator.current_stream(tensors[0].device).synchronize()
     return [arrived[index] for index in range(len(tensors))]
-
-
-def leaving(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor of an accelerator in pinned memory of the CPU, which is there once the copy stream is done.
-
-    The caller keeps the tensor until then.
-    """
-    stream = copy_stream(tensor.device)
-    stream.wait_stream(torch.accelerator.current_stream(tensor.device))
-    with on_stream(stream):
-        return tensor.to("cpu", non_blocking=True)
-
-
-_one_at_a_time = threading.Lock()  # two threads that ask for the stream of a device must not both make one
-
-
-def copy_stream(device: Device) -> torch.Stream:
-    """The stream on which all values are copied to an accelerator. It lives as long as the process."""
-    with _one_at_a_time:
-        return _new_stream(device)
-
-
-@functools.cache
-def _new_stream(device: Device) -> torch.Stream:
-    try:
-        return torch.Stream(device)  # looked up at each call, since simulated devices exchange it
-    except (RuntimeError, NotImplementedError):  # the backend has one stream
-        return torch.accelerator.current_stream(device)
 
 
 def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
@@ -241,7 +227,7 @@ def _copying_to(device: Device) -> Iterator[None]:
     if not is_accelerator(device):
         yield
         return
-    stream, current = copy_stream(device), torch.accelerator.current_stream(device)
+    stream, current = copy_stream(device, Cargo.VALUES), torch.accelerator.current_stream(device)
     if stream == current:  # such as on MPS, which has one stream
         yield
         return

@@ -8,6 +8,7 @@ which replica a thread is.
     errors                words for messages, the warnings of a run, and where in a replica an exception was raised
     options               what a person says about one run, one variable or one value function
     torch_internals       the only imports of private names of torch, each with its reason
+    recurrent_layers      the weights of recurrent layers, which cuDNN wants in one piece of memory
     expanded              tensors of which several numbers lie at one place in memory
     worker_threads        whether this thread stands for a process, as tests run workers
     types                 type aliases, and what the lower rooms know of a strategy, a replica's context and variables

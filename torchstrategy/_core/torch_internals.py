@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -278,6 +278,18 @@ _Kept = torch.Tensor | tuple[torch.Tensor, ...]
 keeping_version: Callable[[_Kept], AbstractContextManager[None]] = _autograd._unsafe_preserve_version_counter
 
 
+@contextmanager
+def counting_writes(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A block that writes each of some tensors once, and counts that in their versions, whether torch does or not.
+
+    NCCL writes memory that torch does not look at.
+    """
+    before = versions(tensors)
+    yield
+    uncounted = [one for one, old, new in zip(tensors, before, versions(tensors), strict=True) if old == new]
+    torch.autograd.graph.increment_version(uncounted)
+
+
 # These are public, but torch has no type annotations for them.
 on_computed: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = torch.Tensor.register_hook
 on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any]
@@ -499,6 +511,23 @@ def compile_alike(module: torch.nn.Module, copy: torch.nn.Module) -> None:
     if compiled is not None:
         settings = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)).get("self")
         copy._compiled_call_impl = None if settings is None else settings.cell_contents(copy._call_impl)
+
+
+def flat_weights(layer: torch.nn.RNNBase) -> list[Any]:
+    """All weights of a recurrent layer, in the order in which cuDNN takes them. Some may be missing."""
+    return list(getattr(layer, "_flat_weights", ()))
+
+
+def keep_graphs_here() -> None:
+    """Gives this thread the tables in which torch's compiler keeps CUDA graphs.
+
+    With `torch.compile(mode="reduce-overhead")` it looks for them on the thread that runs a compiled function. Torch
+    gave them to the main thread and to those of backward, and ended with an assertion on any other one; now it makes
+    them where they are missing.
+    """
+    if torch.__version__ < (2, 13):
+        torch._C._stash_obj_in_tls("tree_manager_containers", {})
+        torch._C._stash_obj_in_tls("tree_manager_locks", defaultdict(threading.Lock))
 
 
 def keep_what_stands_in_for_gpus() -> None:

@@ -14,11 +14,13 @@ them has to wait. If one comes to a synchronization point, those after it run on
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +32,7 @@ import torch
 from torchstrategy._core.context import CallerState, in_use, nowhere
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.errors import add_note, described
-from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
+from torchstrategy._core.torch_internals import keep_graphs_here, keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.device_streams import DeviceStreams
@@ -68,6 +70,7 @@ from torchstrategy._execution.replica import InlineReplica, Replica, ReplicaStop
 # exception on the thread that the replica has written in `thread` (`ReplicaThreads.abandon`).
 def _serve(inbox: SimpleQueue[Any]) -> None:
     """Runs on a replica's thread: does one task after another, until it gets None."""
+    keep_graphs_here()
     with suppress(ReplicaStopped):  # raised by `ReplicaThreads.abandon` after the step has ended
         while (task := inbox.get()) is not None:
             if task is not STOP:
@@ -88,7 +91,7 @@ class ReplicaThreads:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._threads = [
-            threading.Thread(target=_serve, args=(inbox,), name=f"torchstrategy-replica-{r}", daemon=True)
+            threading.Thread(target=_serve, args=(inbox,), name=f"{_NAME}{r}", daemon=True)
             for r, inbox in enumerate(self.inboxes)
         ]
         # A replica's thread may be the first one that compiles; at its end it would free what torch needs for others.
@@ -96,7 +99,8 @@ class ReplicaThreads:
         for thread in self._threads:
             thread.start()
         self._finalizer = weakref.finalize(self, _dismiss, self.inboxes)
-        self._finalizer.atexit = False  # the threads are daemons, so they end with the interpreter anyway
+        self._finalizer.atexit = False  # `_end_all` does it
+        _alive.add(self)
 
     @property
     def is_fit(self) -> bool:
@@ -134,6 +138,7 @@ _DEFAULT_DEVICE = (
     "draws on its own device: torch.rand(3, generator=g, device=g.device).to(x.device)."
 )
 
+_NAME = "torchstrategy-replica-"  # of a thread, before the number of its replica
 _BEGIN = object()  # the message to a replica that has not begun
 _LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
 _PATIENCE_S = 0.1  # the time before a replica is interrupted, and before it is again if it has caught the exception
@@ -142,6 +147,26 @@ _PATIENCE_S = 0.1  # the time before a replica is interrupted, and before it is 
 def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
     for inbox in inboxes:
         inbox.put(None)
+
+
+_alive: weakref.WeakSet[ReplicaThreads] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """Ends all threads of replicas before the interpreter ends.
+
+    They are daemons, so that one that does not end keeps no process alive. But torch may keep Python objects with a
+    thread, such as the tables of CUDA graphs, and if the interpreter ends first, the process aborts.
+    """
+    for threads in list(_alive):
+        _dismiss(threads.inboxes)
+    until = time.monotonic() + _LOOK_UP_S
+    for thread in threading.enumerate():
+        if thread.name.startswith(_NAME) and thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+atexit.register(_end_all)
 
 
 _here = threading.local()

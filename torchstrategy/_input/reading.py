@@ -37,7 +37,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from torchstrategy._communication.transfer import copy_stream
+from torchstrategy._communication.copy_streams import Cargo, copy_stream
 from torchstrategy._communication.workers import refusing
 from torchstrategy._core.context import CallerState, is_accelerator
 from torchstrategy._core.devices import canonical_device, copies_by_itself, local_accelerators, memory_device
@@ -89,7 +89,7 @@ class Route:
     def copy(self, staged: StagedBatch) -> StagedBatch:
         """Copies tensors of host memory. Runs on the replica's worker, if it has one. Called only if `has_copies`."""
         assert self.device is not None
-        stream = copy_stream(self.device)
+        stream = copy_stream(self.device, Cargo.BATCHES)
         with on_stream(stream):  # also makes its device the current one, for which torch pins memory
             parts, moved, events = self._sent(staged.parts, stream, are_in_host_memory=True)
         return StagedBatch(parts, [*staged.moved, *moved], [*staged.events, *events])

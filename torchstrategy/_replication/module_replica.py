@@ -49,7 +49,7 @@ from torchstrategy._core.types import Device
 from torchstrategy._replication.kept_by_hooks import KeptByHooks
 from torchstrategy._replication.late_attributes import Late, postpone
 from torchstrategy._replication.placement import Placement
-from torchstrategy._replication.tensor_copies import copies_of
+from torchstrategy._replication.tensor_copies import copies_of, lay_in_one_piece
 from torchstrategy._training.replica_gradients import ReplicaParameter, end_history, make_local
 from torchstrategy._variables.variable import Variable, is_variable, set_plain_data
 
@@ -171,6 +171,9 @@ class ModuleReplica:
         for module in modules:
             compile_alike(module, pairs[id(module)])
         self.local_objects.update(pairs)
+        self._recurrent = [copied for copied in pairs.values() if isinstance(copied, nn.RNNBase)]
+        self._lay_weights()
+        self.note_parameters()
         self.insides = [pairs[id(module)].__dict__ for module in modules]
         self._close_over_own(with_attributes)
         for position in {position for position, _ in late}:
@@ -200,7 +203,11 @@ class ModuleReplica:
         # Whether writes on all parameters are counted by the user's parameters: where a replica's parameter has shared
         # the memory from the beginning, both have one version counter.
         self._is_counted_by_users = all(self.aliased)
-        self.note_parameters()
+
+    def _lay_weights(self) -> None:
+        if self._recurrent:
+            own = [own for own, aliased in zip(self.parameters, self.aliased, strict=True) if not aliased]
+            lay_in_one_piece(self._recurrent, own)
 
     def _own_in(self, named: Iterable[tuple[str, Any]], known: Container[int], is_new: bool) -> _Own:
         """What this replica has in the place of what some values of the user's hold.
@@ -263,6 +270,7 @@ class ModuleReplica:
         changed, moved = found.all, found.moved
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        is_anew = False
         for index in moved if self._is_counted_by_users else changed:
             if self.aliased[index] and index not in moved:
                 continue
@@ -271,12 +279,14 @@ class ModuleReplica:
                 set_plain_data(local, owner.detach())
             elif self.aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
                 set_plain_data(local, owner.detach().to(local.device, copy=True))
-                self.aliased[index] = False
+                self.aliased[index], is_anew = False, True
             else:
                 # The source is the same tensor for every replica, so that `write` can broadcast it.
                 targets.append(local)
                 sources.append(owner)
         self._is_counted_by_users &= not moved
+        if is_anew:
+            self._lay_weights()
         return Write(targets, sources)
 
     def note_parameters(self) -> None:

@@ -1,13 +1,19 @@
-"""Copies of tensors for a replica: where the user's tensors share memory, so do the copies."""
+"""Copies of tensors for a replica: where the user's tensors share memory, so do the copies.
+
+The weights of a recurrent layer are in one piece of memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from torchstrategy._binding.changes import extent
 from torchstrategy._communication.transfer import sent_to
+from torchstrategy._core.recurrent_layers import flatten_weights
+from torchstrategy._core.torch_internals import flat_weights
 from torchstrategy._core.types import Device
 
 _ALIGNMENT = 16  # bytes; the elements of any dtype may begin there
@@ -58,6 +64,21 @@ def _copied_together(tensors: Sequence[torch.Tensor], device: Device) -> list[to
         copied.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), (begins - start) // tensor.element_size())
         for tensor, (begins, _) in zip(tensors, extents, strict=True)
     ]
+
+
+def lay_in_one_piece(layers: Sequence[nn.RNNBase], own: Sequence[torch.Tensor]) -> None:
+    """Puts the weights of each recurrent layer into one piece of memory, as cuDNN wants them.
+
+    Args:
+        layers: A replica's layers.
+        own: The parameters that the replica has copies of. A layer with other weights, or with weights that share
+            memory, stays as it is.
+    """
+    shared = {index for group in sharing_memory(own) for index in group}
+    movable = {id(tensor) for index, tensor in enumerate(own) if index not in shared}
+    for layer in layers:
+        if movable.issuperset(map(id, flat_weights(layer))):
+            flatten_weights(layer)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

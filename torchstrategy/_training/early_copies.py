@@ -7,7 +7,8 @@ from typing import final
 
 import torch
 
-from torchstrategy._communication.transfer import copy_stream, is_sent_alone, leaving
+from torchstrategy._communication.copy_streams import Cargo, copy_stream, leaving
+from torchstrategy._communication.transfer import is_sent_alone
 from torchstrategy._core.torch_internals import raw_grad, unseen_by_function_modes, version
 from torchstrategy._training.replica_gradients import CurrentRun, ReplicaParameter, call_in_backward, offer_gradient
 
@@ -51,7 +52,7 @@ class EarlyCopies:
         """The copies of those gradients that the replica has when gradients are reduced. They have arrived."""
         offered, self._offered = self._offered, {}
         if offered:
-            copy_stream(self._parameters[next(iter(offered))].device).synchronize()
+            copy_stream(self._parameters[next(iter(offered))].device, Cargo.GRADIENTS).synchronize()
         return {i: copy for i, (own, known, copy) in offered.items() if local.get(i) is own and version(own) == known}
 
 
@@ -63,4 +64,5 @@ def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
     """Backward is about to add to a gradient, on whichever thread it runs: its stream waits for the copy. A hook."""
     sender = None if run.gradients is None else run.gradients.sender
     if isinstance(sender, EarlyCopies) and index in sender._offered:
-        torch.accelerator.current_stream(gradient.device).wait_stream(copy_stream(gradient.device))
+        copies = copy_stream(gradient.device, Cargo.GRADIENTS)
+        torch.accelerator.current_stream(gradient.device).wait_stream(copies)

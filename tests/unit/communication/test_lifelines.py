@@ -36,6 +36,22 @@ def test_a_word_is_heard_after_its_speaker_has_ended() -> None:
     second.close()
 
 
+def test_a_selector_that_is_closed_already_keeps_no_connection_open() -> None:
+    """On macOS a forked process does not inherit the kqueue, and some Pythons raise where it closes its own."""
+
+    class NotInherited:
+        def close(self) -> None:
+            raise OSError("Bad file descriptor")
+
+    first, second = pair()
+    connection = first._sockets[1]
+    first._selector.close()
+    first._selector = NotInherited()  # type: ignore[assignment]
+    first.close()
+    assert connection.fileno() == -1
+    second.close()
+
+
 def test_who_ends_without_a_word_is_dead() -> None:
     first, second = pair()
     first.close()

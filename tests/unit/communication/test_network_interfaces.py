@@ -18,6 +18,11 @@ def test_an_interface_has_its_addresses() -> None:
     assert addresses_of("none-of-this-name") == []
 
 
+def test_an_interface_may_have_any_name() -> None:
+    """A variable of the environment holds bytes, and the locale may know no letters but those of ASCII."""
+    assert addresses_of("stra\udcc3\udc9fe") == []
+
+
 def test_no_interface_is_chosen_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert chosen_addresses() == []

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_written = output.write(f"\n{report}\n")
     try:
         if options.json:
-            (folder / options.json).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+            (folder / options.json).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
         if run.prediction is not None and options.trace:
             run.prediction.save(folder / options.trace)
     except OSError as error:

@@ -19,7 +19,8 @@ import torch
 
 from torchstrategy._binding.step_references import references_of
 from torchstrategy._core.context import is_accelerator
-from torchstrategy._core.types import Device
+from torchstrategy._core.types import Device, GeneratorLike
+from torchstrategy._execution.random_streams import generators_of
 from torchstrategy._replication.run_warnings import shared_tensors
 from torchstrategy.testing._same_as_plain.held import held_by
 
@@ -57,7 +58,8 @@ class Sources:
         accelerators = sorted({device for device in devices if is_accelerator(device)}, key=str)
         self.all = [
             _of_torch("torch's generator of the CPU", torch.default_generator),
-            *(_of_torch(f"torch's generator of {device}", _default_generator(device)) for device in accelerators),
+            # Before CUDA is first used, torch has no object for that of a device.
+            *(_of_torch(f"torch's generator of {d}", of) for d in accelerators for of in generators_of(d, False)),
             _pickled("Python's `random`", random.getstate, random.setstate, is_shared=False),
             _pickled("numpy's `np.random`", np.random.get_state, np.random.set_state, is_shared=False),
         ]
@@ -125,12 +127,7 @@ class Stream:
         return {source.name: source.number(state) for source, state in pairs if source.number is not None}
 
 
-def _default_generator(device: Device) -> torch.Generator:
-    generator: torch.Generator = torch.get_device_module(device.type).default_generators[device.index]
-    return generator
-
-
-def _of_torch(name: str, generator: torch.Generator, is_shared: bool = False) -> Source:
+def _of_torch(name: str, generator: GeneratorLike, is_shared: bool = False) -> Source:
     return Source(
         name,
         lambda: generator.get_state().numpy().tobytes(),

@@ -28,6 +28,7 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     tensors       functions of tensors for which torch's C++ has a wrong answer
     accelerator   `torch.accelerator` and backward
     parallel      `torch.nn.parallel`
+    recurrent     recurrent layers whose weights lie in one piece of memory
     fakes         tensors with sizes and no memory
     pending       how an exception of a hook gets out of torch's C++
     facades       how a class of torch is replaced
@@ -73,6 +74,9 @@ from torchstrategy.testing._simulation import (
 )
 from torchstrategy.testing._simulation import (
     pinned_creation as _pinned_creation,
+)
+from torchstrategy.testing._simulation import (
+    recurrent as _recurrent,
 )
 from torchstrategy.testing._simulation import (
     sparse as _sparse,
@@ -165,6 +169,7 @@ def simulate_devices(count: int) -> list[torch.device]:
     _registered.append(backend)
     for mended in (_generators, _streams, _storages, _tensors, _accelerator, _parallel, _fakes, _cuda_alias):
         mended.install()
+    _recurrent.install()
     _pinned_creation.install()
     _generators.make_default_generators(count)
     return simulated_devices()
