@@ -221,8 +221,8 @@ def names_for(strategy: torchstrategy.Strategy, folder: Path, count: int = 7) ->
         return losses.detach()
 
     losses = strategy.run(step, args=(batch,))
-    optimizer.step()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    optimizer.step()
     saved = {f"module.{name}": value for name, value in model.state_dict().items()}
     found = {name: value for name, value in locals().items() if name != "folder"}
     found |= {"torch": torch, "nn": nn, "F": F, "torchstrategy": torchstrategy, "DataLoader": DataLoader}
