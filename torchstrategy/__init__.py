@@ -125,7 +125,7 @@ __all__ = [
     "register_batch_type",
 ]
 
-__version__ = "0.1.0"  # the one place that says it
+__version__ = "0.2.0"  # the one place that says it
 
 # The one fact that looks up: what `_core/context` answers where nothing was entered stands on a floor above it.
 _default_strategy = DefaultStrategy()
