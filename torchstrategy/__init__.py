@@ -57,6 +57,7 @@ from torchstrategy._core.errors import (
     UndistributedBatchWarning,
 )
 from torchstrategy._core.errors import did_you_mean as _did_you_mean
+from torchstrategy._core.errors import explain_keywords as _explain_keywords
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext, VariableAggregation, VariableSynchronization
 from torchstrategy._data_parallel.data_parallel import DataParallel, data_parallel
 from torchstrategy._input.batch_types import register_batch_type
@@ -124,7 +125,7 @@ __all__ = [
     "register_batch_type",
 ]
 
-__version__ = "0.1.0"  # the one place that says it
+__version__ = "0.2.0"  # the one place that says it
 
 # The one fact that looks up: what `_core/context` answers where nothing was entered stands on a floor above it.
 _default_strategy = DefaultStrategy()
@@ -133,7 +134,11 @@ set_default(_default_strategy, LoneFrame(_default_strategy).replica_context)
 for _name in __all__:
     if getattr(globals()[_name], "__module__", "").startswith("torchstrategy."):
         globals()[_name].__module__ = "torchstrategy"
-del _name, DefaultStrategy, LoneFrame, set_default
+# Those that a run makes are left out: it makes many of them. So is a function that is the same object in `compat.v1`.
+_LEFT_OUT = {"DistributedValues", "PerReplica", "ReplicaContext", "ValueContext", "experimental_set_strategy"}
+_called = [_name for _name in __all__ if _name not in _LEFT_OUT]
+_explain_keywords(globals(), _called, methods_of=(Strategy, ReplicaContext, DistributedDataset))
+del _name, _called, DefaultStrategy, LoneFrame, set_default
 
 if TYPE_CHECKING:
     from torchstrategy import testing as testing

@@ -28,6 +28,8 @@ PAGES = {
     "README.md": "start.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
     "LICENSE": "license.md",
     "benchmarks/README.md": "benchmarks.md",
 }

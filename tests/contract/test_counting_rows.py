@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,6 +50,51 @@ def test_a_misspelt_name_says_which_was_meant() -> None:
         _ = torchstrategy.MirorredStrategy  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"no attribute 'xyz'\.$"):
         _ = strategy.xyz
+
+
+def misspelt_calls() -> list[tuple[str, Callable[[], Any]]]:
+    strategy: Any = torchstrategy.MirroredStrategy(["cpu"] * 2)
+    package: Any = torchstrategy
+    model = torch.nn.Linear(1, 1)
+    return [
+        (
+            r"MirroredStrategy\(\) got .* 'device'. Did you mean 'devices'\?",
+            lambda: package.MirroredStrategy(device=[]),
+        ),
+        ("Did you mean 'parameter_device'", lambda: package.CentralStorageStrategy(["cpu"], param_device="cpu")),
+        ("Did you mean 'devices'", lambda: package.MultiWorkerMirroredStrategy(device=["cpu"])),
+        ("Did you mean 'device'", lambda: package.OneDeviceStrategy(devices="cpu")),
+        (r"run\(\) got .* 'arg'. Did you mean 'args'\? It takes fn, args", lambda: strategy.run(len, arg=("",))),
+        ("Did you mean 'axis'", lambda: strategy.reduce("mean", torch.ones(2), axes=0)),
+        ("Did you mean 'axis'", lambda: strategy.gather(torch.ones(2), axes=0)),
+        ("Did you mean 'options'", lambda: strategy.experimental_distribute_dataset([], option=None)),
+        ("Did you mean 'device_ids'", lambda: package.DataParallel(model, devices_ids=["cpu"])),
+        ("Did you mean 'gradient_reduction'", lambda: package.RunOptions(gradients_reduction="sum")),
+        ("Did you mean 'row_shares'", lambda: package.InputOptions(row_share=[1])),
+        ("Did you mean 'aggregation'", lambda: package.Variable(0.0, agregation=None)),
+        ("Did you mean 'momentum'", lambda: package.nn.SyncBatchNorm(2, momentun=0.1)),
+        ("Did you mean 'strategy'", lambda: package.testing.assert_same_as_plain(strategi=strategy)),
+        (r"run\(\) got an unexpected keyword argument 'xyz'. It takes fn", lambda: strategy.run(len, xyz=1)),
+    ]
+
+
+@pytest.mark.parametrize("case", range(15))
+def test_a_misspelt_keyword_says_which_was_meant(case: int) -> None:
+    message, call = misspelt_calls()[case]
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_a_misspelt_keyword_in_a_step_says_which_was_meant() -> None:
+    strategy = torchstrategy.MirroredStrategy(["cpu"] * 2)
+    with pytest.raises(TypeError, match="Did you mean 'axis'"):
+        strategy.run(lambda: torchstrategy.get_replica_context().all_gather(torch.ones(1), axes=0))  # type: ignore
+
+
+def test_what_says_its_keywords_has_its_own_signature() -> None:
+    for thing in (torchstrategy.MirroredStrategy, torchstrategy.Strategy.run, torchstrategy.RunOptions):
+        assert "args" not in inspect.signature(thing).parameters or thing is torchstrategy.Strategy.run
+    assert list(inspect.signature(torchstrategy.Strategy.run).parameters) == ["self", "fn", "args", "kwargs", "options"]
 
 
 def test_a_count_in_place_of_devices_says_what_to_write() -> None:

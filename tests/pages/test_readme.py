@@ -11,13 +11,14 @@ import subprocess
 import sys
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 import pytest_torchstrategy
 import torchstrategy
 import torchstrategy.testing
+from conditions import takes_long
 from processes import LEAN, NO_ACCELERATOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,8 +112,16 @@ def last_console_of(document: Path) -> Block:
     return [block for block in blocks_of(document) if block.language == "console"][-1]
 
 
+def consoles() -> list[Any]:
+    """Those of the tutorial take several seconds each."""
+    return [
+        pytest.param(block, marks=[takes_long] if block.document.stem == "tutorial" else [], id=str(block))
+        for block in blocks("console")
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("console", blocks("console"), ids=str)
+@pytest.mark.parametrize("console", consoles())
 def test_a_reader_who_follows_a_page_sees_what_it_shows(console: Block, tmp_path: Path) -> None:
     for block in blocks_of(console.document):
         if block.file and block.line < console.line:  # a later version takes the place of an earlier one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
+from processes import NO_ACCELERATOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -48,6 +50,46 @@ def weights_after(program: str) -> dict[str, torch.Tensor]:
     exec(program, names)
     state: dict[str, torch.Tensor] = names["model"].state_dict()
     return state
+
+
+def tabs() -> dict[str, str]:
+    """The tabs of the home page by their titles."""
+    found = re.findall(r'^=== "(.+?)"\n\n((?:    .*\n|\n)+)', (DOCS / "index.md").read_text(), re.MULTILINE)
+    return {title: textwrap.dedent(text) for title, text in found}
+
+
+def test_each_tab_of_the_home_page_ends_in_a_command() -> None:
+    assert list(tabs()) == ["One machine", "torchrun", "Tests on a laptop"]
+    for text in tabs().values():
+        assert re.search(r"^```shell\n(?:python|torchrun|pytest) .*\n```\s*$", text, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_test_on_the_home_page_passes(tmp_path: Path) -> None:
+    (test,) = re.findall(r"^```py\n# test_train.py\n(.*?)^```$", tabs()["Tests on a laptop"], re.MULTILINE | re.DOTALL)
+    (tmp_path / "test_train.py").write_text(test)
+    done = python("-m", "pytest", "--simulate-devices=2", folder=tmp_path, **NO_ACCELERATOR)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+# Guides
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("migrating-from-*.md")), ids=lambda page: page.stem)
+def test_a_guide_has_numbered_steps_and_ends_in_a_command(page: Path) -> None:
+    text = page.read_text()
+    numbers = [int(number) for number in re.findall(r"^(\d)\. ", text, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) >= 5
+    *_, last = re.findall(r"^ *```(\w+)$", text, re.MULTILINE)
+    assert last == "shell"
+
+
+def test_the_steps_of_the_guide_for_ddp_are_lines_of_the_program_that_is_tested() -> None:
+    """test_several_machines_page.py trains the program before and after, and runs each line of its table."""
+    tested = (DOCS / "several-machines.md").read_text()
+    for line in re.findall(r"^ *[-+](\S.*)$", (DOCS / "migrating-from-ddp.md").read_text(), re.MULTILINE):
+        words = line.strip().replace("Net().to(device)", "model").replace("    train_step(batch)", "")
+        assert words in tested or words.replace("model", "net") in tested or "Net()" in words or "Adam" in words, line
 
 
 # Recipes: tests/pages/test_readme.py runs them

@@ -112,3 +112,31 @@ def test_other_errors_stay_as_they_are() -> None:
     with pytest.raises(RuntimeError, match=r"^something else") as caught:
         strategy.run(step, args=(batch,))
     assert caught.value is error
+
+
+def test_a_moving_average_in_a_closure_is_told_where_to_be_updated() -> None:
+    """Who followed the message made its average a buffer: each replica then had one of its own rows."""
+    strategy, model, batch = made()
+    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def update() -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                average[name].lerp_(parameter, 0.5)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        update()
+
+    with pytest.raises(
+        RuntimeError, match=r"update it after strategy.run, from your own model, or in the step by get_"
+    ):
+        strategy.run(step, args=(batch,))
+    before = average["weight"].clone()
+    strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
+    with torch.no_grad():
+        model.weight += 1
+    update()  # what the message says
+    torch.testing.assert_close(average["weight"], before + 0.5)
+    strategy.run(lambda x: torchstrategy.get_replica_context().merge_call(lambda strategy: update()), args=(batch,))
+    torch.testing.assert_close(average["weight"], before + 0.75)

@@ -81,6 +81,6 @@ def test_the_programs_run(path: Path) -> None:
     runpy.run_path(str(path))
 
 
-def test_there_are_seven_programs() -> None:
-    assert len(PROGRAMS) == 7
-    assert len({name for name, _ in written()}) == 7
+def test_there_are_eight_programs() -> None:
+    assert len(PROGRAMS) == 8
+    assert len({name for name, _ in written()}) == 7  # a checker may call what has no annotation Any or Unknown

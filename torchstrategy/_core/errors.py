@@ -23,14 +23,16 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import inspect
 import operator
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from types import FunctionType
 from typing import Any, final
 
 from torch import nn
@@ -155,6 +157,72 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return f" Did you mean 'experimental_{name}'?"
     like = difflib.get_close_matches(name.lower(), public, n=1, cutoff=0.7)
     return f" Did you mean {public[like[0]]!r}?" if like and not name.startswith("_") else ""
+
+
+def explain_keywords(names: dict[str, Any], public: Iterable[str], methods_of: tuple[type, ...] = ()) -> None:
+    """Lets public functions, constructors and methods say which keyword argument was meant, where one is misspelt.
+
+    Args:
+        names: The namespace that has them. Functions are replaced there.
+        public: Their names. Classes that the package makes for users, often, are left out.
+        methods_of: Classes whose public methods say so, too.
+    """
+    for name in public:
+        thing = names[name]
+        if isinstance(thing, FunctionType):
+            names[name] = _with_explained_keywords(thing, name)
+        elif isinstance(thing, type):
+            for base in thing.__mro__:
+                _explain_methods(base, [one for one in vars(base) if one in ("__init__", "__new__")], "")
+    for cls in methods_of:
+        for base in cls.__mro__:
+            _explain_methods(base, [one for one in vars(base) if not one.startswith("_")], None)
+
+
+def _explain_methods(cls: type, names: Iterable[str], shown: str | None) -> None:
+    if not cls.__module__.startswith(__name__.partition(".")[0]):
+        return  # a class of torch, or of Python
+    for name in list(names):
+        method = vars(cls)[name]
+        is_static = name == "__new__" and isinstance(method, staticmethod) and not issubclass(cls, tuple)
+        function = method.__func__ if is_static else method
+        if isinstance(function, FunctionType) and not hasattr(function, _EXPLAINED):
+            explained = _with_explained_keywords(function, name if shown is None else shown)
+            setattr(cls, name, staticmethod(explained) if is_static else explained)
+
+
+_EXPLAINED = "_has_explained_keywords"
+
+
+def _with_explained_keywords(function: FunctionType, shown: str) -> Callable[..., Any]:
+    """The function, which says of an unknown keyword argument which was meant; `shown` is its name, or empty."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters) or not known:
+        return function
+    taken = frozenset(known)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and not taken.issuperset(kwargs):
+            wrong = next(name for name in kwargs if name not in taken)
+            made = args[0] if shown == "" else None  # the object, or its class
+            called = shown or (made if isinstance(made, type) else type(made)).__name__
+            usable = [name for name in known if name not in ("self", "cls")]
+            raise TypeError(
+                f"{called}() got an unexpected keyword argument {wrong!r}.{did_you_mean(wrong, usable)} It takes "
+                f"{', '.join(usable)}."
+            )
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            # Its traceback is as without this function, where Python is 3.11 or newer: see `hide_frames`.
+            if error.__traceback__ is not None:
+                error.__traceback__ = error.__traceback__.tb_next
+            raise
+
+    setattr(checked, _EXPLAINED, True)
+    return checked
 
 
 def plural(count: int, noun: str) -> str:

@@ -68,5 +68,7 @@ _TEXT = (
     f"{_BEGIN}, and so is one for all replicas, on one device: {{shown}}. The replicas are on {{places}}. Make it a "
     "parameter or buffer of a module that you create in strategy.scope(), or give such a module to "
     "strategy.distribute_module(module): then each replica has it on its own device. If it is not trained, the step "
-    "may move it instead: tensor.to(inputs.device). What torch says: "
+    "may move it instead: tensor.to(inputs.device). A moving average of the weights is updated once a step, and not "
+    "once in each replica: update it after strategy.run, from your own model, or in the step by "
+    "get_replica_context().merge_call(lambda strategy: ...). What torch says: "
 )

@@ -3,6 +3,7 @@
 A cluster has jobs, a job has tasks, and a task has an address. A base class says what a resolver knows; four are here.
 """
 
+from torchstrategy._core.errors import explain_keywords as _explain_keywords
 from torchstrategy.cluster_resolver._cluster_resolver import (
     ClusterResolver,
     ClusterSpec,
@@ -23,4 +24,5 @@ __all__ = [
 
 for _name in __all__:
     globals()[_name].__module__ = __name__
+_explain_keywords(globals(), __all__)
 del _name

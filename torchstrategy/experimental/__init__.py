@@ -1,6 +1,7 @@
 """The names of `tf.distribute.experimental`. They may change in any minor release."""
 
 from torchstrategy._communication.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
+from torchstrategy._core.errors import explain_keywords as _explain_keywords
 from torchstrategy._core.options import ValueContext
 from torchstrategy._input.dataset import Optional
 from torchstrategy._input.options import AutoShardPolicy
@@ -25,4 +26,7 @@ __all__ = [
 
 for _name in __all__:
     globals()[_name].__module__ = __name__  # those that are not only here are `torchstrategy`'s in the end
-del _name
+# A run makes contexts, many of them, and `CollectiveHints` is the same object in `compat.v1`.
+_called = [_name for _name in __all__ if _name not in ("CollectiveHints", "ValueContext")]
+_explain_keywords(globals(), _called)
+del _name, _called

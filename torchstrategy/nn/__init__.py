@@ -4,6 +4,7 @@ With these, a step on several replicas is exactly the step on one device, also i
 other.
 """
 
+from torchstrategy._core.errors import explain_keywords as _explain_keywords
 from torchstrategy.nn._losses import compute_average_loss, scale_regularization_loss
 from torchstrategy.nn._sync_batch_norm import SyncBatchNorm
 
@@ -11,4 +12,5 @@ __all__ = ["SyncBatchNorm", "compute_average_loss", "scale_regularization_loss"]
 
 for _name in __all__:
     globals()[_name].__module__ = __name__
+_explain_keywords(globals(), __all__)
 del _name

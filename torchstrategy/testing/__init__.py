@@ -1,5 +1,6 @@
 """Code for several devices, tested on one: simulated devices, and what tells a right step from a wrong one."""
 
+from torchstrategy._core.errors import explain_keywords as _explain_keywords
 from torchstrategy.testing._counters import Traffic, count_traffic
 from torchstrategy.testing._drift import assert_replicas_agree
 from torchstrategy.testing._faults import fail_in_replica, slow_replica
@@ -45,4 +46,5 @@ _also_in_each_block(_clocks_of_replicas)
 
 for _name in __all__:
     globals()[_name].__module__ = "torchstrategy.testing"
+_explain_keywords(globals(), __all__)
 del _name

@@ -22,7 +22,8 @@ _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|mtia|hpu|sim)(?::(\d+))?")
 
 _MOVE_TENSOR = (
     "Bring a tensor to its rows, in the step: `weight.to(inputs.device)`. Or make it a buffer of the model, "
-    "`register_buffer(...)`, of which each replica has its own."
+    "`register_buffer(...)`, of which each replica has its own. If it is a moving average of the weights, update it "
+    "after strategy.run, from your own model: in the step, each replica would update it."
 )
 _DRAW_ELSEWHERE = "Draw from torch's default generator, which gives each replica a stream of its own."
 _NAME_NONE = "Name no device in the step: ask a tensor of the batch, `inputs.device`."
