@@ -7,7 +7,7 @@ before anything else, and torch takes seconds to import and reads its environmen
     --cuda-alias                         makes "cuda" mean the simulated devices, from before test modules are imported
     --real-devices                       runs on the machine's accelerators, too
     strategy, @pytest.mark.strategies    a test that takes the fixture runs once under each of the strategies
-    @pytest.mark.ranks(N)                a test runs in N ranks of a distributed program; it may take the fixture `rank`
+    @pytest.mark.ranks(N, order=...)     a test runs in N ranks of a distributed program; it may take the fixture `rank`
     simulated_devices                    the simulated devices; the test is skipped where there are none
     virtual_time, @pytest.mark.virtual_time(...)
                                          the test runs in virtual time, and may not go beyond limits
@@ -98,8 +98,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        f"{_RANKS_MARK}(n): run the test in n ranks of a distributed program, which are threads of this process; the "
-        "fixture `rank` is the rank, an int from 0",
+        f"{_RANKS_MARK}(n, order=None): run the test in n ranks of a distributed program, which are threads of this "
+        "process; the fixture `rank` is the rank, an int from 0; the order in which they go on may be 'reversed' or "
+        "'random:7'",
     )
     if _REAL not in config.stash:  # a conftest file has loaded this plugin
         _find_devices(config, config.option)
@@ -348,14 +349,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
         return (yield)
     from torchstrategy.testing._ranks.marked_tests import in_ranks
 
-    n = _number_of_ranks(pyfuncitem, mark)
+    n, order = _ranks_of(pyfuncitem, mark)
     _refuse_output_of_the_process(pyfuncitem)
     # Of a test of hypothesis, each example runs in ranks: they have to draw the same.
     owner, name = pyfuncitem, "obj"
     if hasattr(getattr(pyfuncitem.obj, "hypothesis", None), "inner_test"):
         owner, name = pyfuncitem.obj.hypothesis, "inner_test"
     test = getattr(owner, name)
-    setattr(owner, name, in_ranks(test, n))
+    setattr(owner, name, in_ranks(test, n, order))
     try:
         return (yield)
     finally:
@@ -399,18 +400,19 @@ def _run_test_case(item: pytest.Function) -> None:
             )
     mark = item.get_closest_marker(_RANKS_MARK)
     assert mark is not None
-    run_test_case(item.instance, item.name, _number_of_ranks(item, mark))
+    run_test_case(item.instance, item.name, *_ranks_of(item, mark))
 
 
-def _number_of_ranks(test: pytest.Function, mark: pytest.Mark) -> int:
-    if len(mark.args) != 1 or mark.kwargs or not isinstance(mark.args[0], int):
+def _ranks_of(test: pytest.Function, mark: pytest.Mark) -> tuple[int, Any]:
+    """How many ranks a mark says, and the order in which they go on."""
+    if len(mark.args) != 1 or not isinstance(mark.args[0], int) or mark.kwargs.keys() - {"order"}:
         given = ", ".join([*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())])
         pytest.fail(
             f"{test.nodeid} is marked with `{_RANKS_MARK}({given})`: give the number of ranks, as in "
-            "@pytest.mark.ranks(4).",
+            "@pytest.mark.ranks(4), and, if they are to go on in another order, order='reversed' or order='random:7'.",
             pytrace=False,
         )
-    return int(mark.args[0])
+    return int(mark.args[0]), mark.kwargs.get("order")
 
 
 # Leaks

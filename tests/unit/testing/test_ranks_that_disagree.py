@@ -360,7 +360,14 @@ def test_what_a_rank_raises_comes_out_and_the_others_are_told() -> None:
 
     with pytest.raises(ZeroDivisionError, match="rank 1 divides") as caught:
         run_ranks(main, 3)
-    assert caught.value.__notes__ == ["raised in rank 1 of 3"]
+    where, waits = caught.value.__notes__
+    assert where == "raised in rank 1 of 3"
+    assert re.fullmatch(
+        "Others waited then, and could not go on:\n"
+        rf"  rank 0 waits in barrier #1 \({FILE}:\d+\) for rank 1\n"
+        rf"  rank 2 waits in barrier #1 \({FILE}:\d+\) for rank 1",
+        waits,
+    )
     assert set(told) == {0, 2} and told[0] == told[2]
     assert "  rank 1 has failed: ZeroDivisionError: rank 1 divides" in told[0]
 

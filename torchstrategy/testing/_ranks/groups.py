@@ -236,7 +236,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     # Messages
 
     def send(self, tensors: Values, target: int, tag: int = 0) -> RankWork:
-        self._world.came_to(self._me, "send")
+        self._come_to("send")
         self._world.finish_before(self._me, self._key, tensors)
         call = Call("send", tensors, tensors, [], _message, detail=f"to rank {self._ranks[target]}{_tagged(tag)}")
         return self._work(self._world.send(self._me, self._ranks[target], (self._key, tag), call))
@@ -248,7 +248,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return self._receive(tensors, None, tag, "from any rank")
 
     def _receive(self, tensors: Values, source: int | None, tag: int, detail: str) -> RankWork:
-        self._world.came_to(self._me, "recv")
+        self._come_to("recv")
         self._world.finish_before(self._me, self._key, tensors)
         call = Call("recv", tensors, [], tensors, _message, detail=detail + _tagged(tag), group=self._key)
         return self._work(self._world.receive(self._me, source, (self._key, tag), call))
@@ -256,12 +256,16 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     # Of all of them
 
     def _meet(self, kind: str, shown: Values, gives: Values, gets: Values, settle: Settle, **options: Any) -> RankWork:
-        self._world.came_to(self._me, kind)
+        self._come_to(kind)
         self._world.finish_before(self._me, self._key, [*shown, *gives, *gets])
         self._calls += 1
         name = f"#{self._calls}{self._in_words}"
         call = Call(kind, shown, gives, gets, settle, group=self._key, **options)
         return self._work(self._world.meet(self._me, (self._key, self._calls), self._ranks, name, call))
+
+    def _come_to(self, kind: str) -> None:
+        self._world.turns.pause(self._me)
+        self._world.came_to(self._me, kind)
 
     def _work(self, part: Part) -> RankWork:
         return RankWork(self._world, self._me, part)

@@ -18,6 +18,7 @@ from typing_extensions import override
 from torchstrategy._core.torch_internals import TorchDispatchMode
 from torchstrategy.testing._simulation.listeners import listeners
 from torchstrategy.testing._simulation.torch_internals import schema
+from torchstrategy.testing._simulation.words import name_of_file
 
 _PACKAGE = str(Path(__file__).parents[2])
 _CONTEXTS = contextlib.__file__  # in whose frames blocks begin and end
@@ -198,4 +199,4 @@ def users_place() -> str:
 def _users_file(file: str) -> str:
     """The name of a file of the user's; nothing if the file is torch's or this package's."""
     is_users = not file.startswith((_PACKAGE, _CONTEXTS, "<")) and "/torch/" not in file
-    return Path(file).name if is_users else ""
+    return name_of_file(file) if is_users else ""
