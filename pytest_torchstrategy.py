@@ -5,6 +5,8 @@ before anything else, and torch takes seconds to import and reads its environmen
 
     --simulate-devices=N                 gives the process the devices sim:0 to sim:<N-1>
     --cuda-alias                         makes "cuda" mean the simulated devices, from before test modules are imported
+    --as-cuda                            besides, devices and tensors say that they are CUDA's
+    --ranks=N                            runs each test in N ranks, as torchrun would
     --real-devices                       runs on the machine's accelerators, too
     strategy, @pytest.mark.strategies    a test that takes the fixture runs once under each of the strategies
     @pytest.mark.ranks(N, order=...)     a test runs in N ranks of a distributed program; it may take the fixture `rank`
@@ -63,6 +65,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help='let "cuda" mean the simulated devices, in all tests and while test modules are imported',
     )
     group.addoption(
+        "--as-cuda",
+        action="store_true",
+        help="as --cuda-alias, and devices and tensors also say that they are CUDA's: device.type == 'cuda', "
+        "tensor.is_cuda; without --simulate-devices there are 2, or one for each of --ranks",
+    )
+    group.addoption(
+        "--ranks",
+        type=_count,
+        metavar="N",
+        help="run each test in N ranks of a distributed program, as torchrun would, if it has no mark `ranks` itself",
+    )
+    group.addoption(
         "--real-devices",
         action="store_true",
         help="run tests that take the fixture `strategy` on the accelerators of this machine, too",
@@ -108,10 +122,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _find_devices(config: pytest.Config, options: argparse.Namespace) -> None:
     config.stash[_REAL] = _real_devices() if options.real_devices else []  # before simulated ones take their place
+    if options.as_cuda and options.simulate_devices is None:
+        options.simulate_devices = max(options.ranks or 0, 2)
     if options.simulate_devices is not None:
         _simulate(options.simulate_devices, config.stash[_REAL])
-    if options.cuda_alias:
+    if options.as_cuda:
+        _say_cuda(config)
+    elif options.cuda_alias:
         _alias(config, options.simulate_devices)
+
+
+def _say_cuda(config: pytest.Config) -> None:
+    """Enters the block of the runner's `--as-cuda` until pytest ends."""
+    from torchstrategy.testing import simulated_devices
+    from torchstrategy.testing._runner.deep_alias import deep_alias
+    from torchstrategy.testing._simulation.cuda_alias import Compiling
+
+    if simulated_devices():
+        alias = deep_alias()
+        alias.__enter__()
+        Compiling.backend = "aot_eager"  # as the runner's
+        config.add_cleanup(lambda: alias.__exit__(None, None, None))
 
 
 def _alias(config: pytest.Config, count: int | None) -> None:
@@ -153,7 +184,10 @@ def _simulate(count: int, real: list[torch.device]) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     parts = []
     if config.getoption("simulate_devices") is not None:
-        parts.append(_simulated_in_words() + (', which "cuda" means' if config.getoption("cuda_alias") else ""))
+        is_cuda = config.getoption("cuda_alias") or config.getoption("as_cuda")
+        parts.append(_simulated_in_words() + (', which "cuda" means' if is_cuda else ""))
+    if config.getoption("ranks") is not None:
+        parts.append(f"each test in {config.getoption('ranks')} ranks")
     if config.getoption("real_devices"):
         parts.append(f"real devices: {_named(config.stash[_REAL])}")
     return f"torchstrategy: {'; '.join(parts)}" if parts else None
@@ -250,6 +284,9 @@ def simulated_devices() -> list[torch.device]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
+    ranks = item.config.getoption("ranks")
+    if ranks is not None and isinstance(item, pytest.Function) and item.get_closest_marker(_RANKS_MARK) is None:
+        item.add_marker(pytest.mark.ranks(ranks))
     if item.get_closest_marker(_TIME_MARK) is not None and isinstance(item, pytest.Function):
         item.fixturenames.append("virtual_time")  # last: what other fixtures prepare takes no time
     if item.get_closest_marker(_RANKS_MARK) is not None:

@@ -76,7 +76,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"memory"},
         {"storages"},
         {"cuda_graphs", "kernels", "module", "tensors"},
-        {"cuda_more"},
+        {"cuda_calls", "cuda_more"},
         {"cuda_names"},
         {"accelerator", "backend", "cuda_alias", "parallel"},
         {"attention", "autocast", "batch_norm", "creation", "layers", "sparse"},

@@ -73,7 +73,7 @@ def test_lines_that_programs_for_cuda_say_hold(tmp_path: Path) -> None:
     lines = PROGRAMS / "cudaisms.txt"
     done, _ = run(tmp_path, "--devices", "4", "--as-cuda", str(PROGRAMS / "says_cuda.py"), str(lines))
     wrong = done.stdout.splitlines()
-    assert len(lines.read_text().splitlines()) == 84
+    assert len(lines.read_text().splitlines()) == 104
     assert done.returncode == 0 and len(wrong) <= 4, done.stdout
 
 
@@ -148,7 +148,7 @@ def test_a_write_of_numpy_on_a_buffer_that_is_copied_is_a_race(tmp_path: Path) -
     )
     done, report = run(tmp_path, "--strict", "program.py")
     assert done.returncode == 1 and len(report["races"]) == 1
-    assert "a copy (program.py:4), on the default stream of sim:0, reads was written on the CPU" in done.stderr
+    assert "a copy (program.py:4), on the default stream of cuda:0, reads was written on the CPU" in done.stderr
 
 
 def test_memory_may_be_pinned_where_it_is_made(tmp_path: Path) -> None:

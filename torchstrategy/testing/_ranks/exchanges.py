@@ -12,7 +12,7 @@ from torchstrategy.testing._ranks.moments import Moments, device_of, met
 from torchstrategy.testing._ranks.names import names_of
 from torchstrategy.testing._ranks.record import Collective
 from torchstrategy.testing._ranks.swaps import Said, is_compared
-from torchstrategy.testing._ranks.tensors import bring, in_words, is_spoiled, overlap, spoil, taken
+from torchstrategy.testing._ranks.tensors import bring, bytes_of, in_words, is_spoiled, overlap, spoil, taken
 from torchstrategy.testing._ranks.turns import Wait
 from torchstrategy.testing._simulation.listeners import Listener
 from torchstrategy.testing._simulation.program import unwatched
@@ -53,7 +53,7 @@ class Call:
         self.kind, self.detail, self.settle, self.group = kind, detail, settle, group
         self.sizes = in_words(shown)
         self.names = names_of(shown[0]) if shown and is_compared(kind) and not is_called_by_torch() else None
-        self.size = sum(tensor.nbytes for tensor in shown) if size is None else size
+        self.size = sum(map(bytes_of, shown)) if size is None else size
         self.device = device_of(shown)  # not the tensors: what is given is not kept
         self.gets = list(gets)
         with unwatched():

@@ -152,6 +152,10 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         size = sum(piece.nbytes for piece in pieces)
         return self._meet("all_gather", inputs, inputs, pieces, settle, size=size, same_sizes=same_sizes)
 
+    def allgather_coalesced(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
+        by_tensor = [pieces[index] for index in range(len(inputs)) for pieces in outputs]
+        return self._all_gather(inputs, by_tensor, same_sizes=False)
+
     def reduce_scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
         return self._reduce_scatter(outputs, [piece for pieces in inputs for piece in pieces], opts)
 
@@ -231,7 +235,8 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return self._meet("barrier", [], [], [], lambda given: [[]] * len(given))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        self.barrier().wait()
+        # A kind of its own: gloo's waits for no rank that is in a `barrier`.
+        self._meet("monitored_barrier", [], [], [], lambda given: [[]] * len(given)).wait()
 
     # Messages
 
@@ -273,8 +278,8 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] = ()) -> Values:
         """The piece of a tensor that belongs to each rank: equal ones, or `rows` of each."""
         tensor = tensor.detach()
-        if rows:
-            return list(tensor.split(list(rows)))
+        if len(rows):
+            return list(tensor.split([int(count) for count in rows]))  # the counts may be a tensor
         return list(tensor.reshape(len(self._ranks), -1).unbind())
 
 

@@ -23,8 +23,8 @@ class Collective:
     """
 
     kind: str
-    """`all_reduce`, `broadcast`, `all_gather`, `reduce_scatter`, `reduce`, `gather`, `scatter`, `all_to_all`, `barrier`
-    or `send`. The variants that torch has of one kind count as this kind."""
+    """`all_reduce`, `broadcast`, `all_gather`, `reduce_scatter`, `reduce`, `gather`, `scatter`, `all_to_all`,
+    `barrier`, `monitored_barrier` or `send`. The variants that torch has of one kind count as this kind."""
     ranks: tuple[int, ...]
     """The ranks that took part; of a `send`, the sender and the receiver."""
     detail: str

@@ -35,6 +35,7 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     pending       how an exception of a hook gets out of torch's C++
     facades       how a class of torch is replaced
     module        the module `torch.sim`
+    cuda_calls    calls that need another form
     cuda_more     more of its names, and those that are missing
     cuda_names    what the names of `torch.cuda` stand for there
     cuda_alias    code that says "cuda"

@@ -17,7 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchstrategy._core.torch_internals import function_modes, pop_function_mode, push_function_mode
-from torchstrategy.testing._simulation.cuda_more import of_cpp
+from torchstrategy.testing._simulation.cuda_calls import in_another_form
+from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_without_cuda
 from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal
 from torchstrategy.testing._simulation.pinned_creation import allow_pinned_creation
@@ -120,6 +121,7 @@ class cuda_alias(TorchFunctionMode):
         # `torch.device("cuda")` has no index: it means the device that is current when it is used.
         if func is torch.device and args[:1] == ("cuda",):
             return torch.device(NAME, *args[1:], **kwargs)
+        args = in_another_form(func, args, kwargs)
         return func(*map(_translated, args), **{name: _translated(value) for name, value in kwargs.items()})
 
 
@@ -133,6 +135,8 @@ def _open_one() -> None:
         _exchange(ENGINE.owner, ENGINE.name, _Engine(ENGINE.now()))
         _exchange(threading.Thread, "start", _starts(threading.Thread.start))
         _exchange(torch, "compile", _compiles(torch.compile))
+        for owner, name, value in profilers_without_cuda():
+            _exchange(owner, name, value)
         _exchange(torch, "set_default_tensor_type", _sets_default_type(torch.set_default_tensor_type))
         _exchange(torch._C, "__getattr__", of_cpp)  # Python asks it for names that a module does not have
     _open += 1

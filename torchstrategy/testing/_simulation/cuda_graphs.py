@@ -154,6 +154,8 @@ def is_current_stream_capturing() -> bool:
 
 @final
 class _Recording(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, calls: list[_Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls

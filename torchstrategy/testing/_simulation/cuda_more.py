@@ -207,6 +207,32 @@ class _Cudart:
 _CUDART = _Cudart()
 
 
+# Profilers
+
+
+def profilers_without_cuda() -> Iterator[tuple[Any, str, Any]]:
+    """The constructors of torch's profilers, without CUDA: its part of them prints a stack trace for each operator."""
+    cuda, cpu = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
+    kineto: Any = torch.profiler.profiler._KinetoProfile
+    legacy: Any = torch.autograd.profiler.profile
+    init_kineto, init_legacy = kineto.__init__, legacy.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("activities") is not None:
+            kept = [activity for activity in options["activities"] if activity != cuda]
+            options["activities"] = kept or [cpu]
+        init_kineto(self, *args, **options)
+
+    def init_old(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("use_device") == "cuda":
+            options["use_device"] = None
+        options.pop("use_cuda", None)
+        init_legacy(self, *args, **options)
+
+    yield kineto, "__init__", init
+    yield legacy, "__init__", init_old
+
+
 # What is missing
 
 

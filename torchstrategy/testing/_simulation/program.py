@@ -115,6 +115,8 @@ def _reading(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 class _Watch(TorchDispatchMode):
     """Sees every operator of the thread that opens the block, and of replicas: they wear the caller's modes."""
 
+    supports_higher_order_operators = True  # such as `flex_attention`
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
@@ -148,6 +150,8 @@ def _uses_of(op: Any) -> Uses | None:
 
     The function returns None if there are none, as of all operators of devices: it is called at each operator.
     """
+    if not isinstance(op, torch._ops.OpOverload):
+        return None  # one of a higher order, which calls others
     declared = schema(op)
     name = op.name().partition(".")[0]
     views = any(result.alias_info is not None and not result.alias_info.is_write for result in declared.returns)
