@@ -142,7 +142,11 @@ def _say_cuda(config: pytest.Config) -> None:
         alias = deep_alias()
         alias.__enter__()
         Compiling.backend = "aot_eager"  # as the runner's
-        config.add_cleanup(lambda: alias.__exit__(None, None, None))
+        config.add_cleanup(functools.partial(_leave, alias))
+
+
+def _leave(block: Any) -> None:
+    block.__exit__(None, None, None)
 
 
 def _alias(config: pytest.Config, count: int | None) -> None:

@@ -25,8 +25,8 @@ TORCH = Path(torch.__file__).parent
 REFUSED = {
     *(f"{kind}Storage" for kind in ("BFloat16", "Bool", "Byte", "Char", "ComplexDouble", "ComplexFloat", "Double")),
     *(f"{kind}Storage" for kind in ("Float", "Half", "Int", "Long", "Short")),
-    *("CUDAPluggableAllocator", "ExternalStream", "GreenContext", "change_current_allocator"),
-    *("caching_allocator_alloc", "caching_allocator_delete", "get_stream_from_external"),
+    *("CUDAPluggableAllocator", "GreenContext", "change_current_allocator"),
+    *("caching_allocator_alloc", "caching_allocator_delete"),
     *("clock_rate", "power_draw", "temperature"),
     *("host_memory_stats", "host_memory_stats_as_nested_dict"),
 }

@@ -40,7 +40,7 @@ def world_of_one(record: RankRecord, began: Callable[[], None]) -> Iterator[None
 
         for module in modules:
             _put(module, init)
-        block.callback(lambda: [_put(module, real) for module in modules])
+            block.callback(_put, module, real)
         yield
 
 

@@ -51,10 +51,10 @@ class World:
 
     def _check_order(self, exchange: Exchange, key: Hashable) -> None:
         """Refuses collectives that ranks have called in another order; see Note [What is a swap]."""
-        first, *others = exchange.said() or [None]
+        said = exchange.said()
         group = key[0] if isinstance(key, tuple) else key
-        for other in others:
-            if first is not None and other is not None and (found := self._swaps.find(group, first, other)):
+        for other in said[1:]:
+            if found := self._swaps.find(group, said[0], other):
                 self.turns.stop(found)
                 raise RanksStopped(found)
 

@@ -7,10 +7,9 @@ import sys
 import traceback
 from pathlib import Path
 
-import torchstrategy
 from torchstrategy.testing._simulation.words import in_words_of_cuda
 
-_HERE = f"{Path(torchstrategy.__file__).parent}{os.sep}"
+_HERE = f"{Path(__file__).parents[2]}{os.sep}"
 # What `torchrun` sets, and a program may ask for by name.
 _OF_TORCHRUN = frozenset(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 

@@ -9,6 +9,7 @@ starts. `_Engine` and `_starts` put them in.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, final
@@ -22,7 +23,7 @@ from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_withou
 from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal
 from torchstrategy.testing._simulation.pinned_creation import allow_pinned_creation
-from torchstrategy.testing._simulation.torch_internals import ENGINE, tensor_cuda
+from torchstrategy.testing._simulation.torch_internals import CPP, ENGINE, tensor_cuda, without_dispatch_modes
 from torchstrategy.testing._simulation.words import say_cuda
 
 # Functions that take the name of a device type, and that no `TorchFunctionMode` sees.
@@ -138,7 +139,8 @@ def _open_one() -> None:
         for owner, name, value in profilers_without_cuda():
             _exchange(owner, name, value)
         _exchange(torch, "set_default_tensor_type", _sets_default_type(torch.set_default_tensor_type))
-        _exchange(torch._C, "__getattr__", of_cpp)  # Python asks it for names that a module does not have
+        _exchange(torch.jit, "trace", _without_modes(torch.jit.trace))
+        _exchange(CPP, "__getattr__", of_cpp)  # Python asks it for names that a module does not have
     _open += 1
 
 
@@ -219,9 +221,11 @@ def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a replacement for `torch.compile`, which refuses to make kernels for a GPU."""
 
     @functools.wraps(compile)
-    def compiled(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def compiles(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("backend", "inductor") != "inductor":
-            return compile(model, *args, **kwargs)
+            compiled = compile(model, *args, **kwargs)
+            # torch's compiler leaves code alone that runs in a mode, and then `fullgraph` is an error.
+            return _without_modes(compiled) if kwargs.get("fullgraph") and inspect.isfunction(compiled) else compiled
         if Compiling.backend is None:
             raise NotImplementedError(
                 "torch.compile with the backend 'inductor' writes kernels for a GPU, and there is none: \"cuda\" means "
@@ -233,7 +237,18 @@ def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
         kept = {name: value for name, value in kwargs.items() if name not in ("mode", "options")}
         return compile(model, *args, **{**kept, "backend": Compiling.backend})
 
-    return compiled
+    return compiles
+
+
+def _without_modes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a replacement for a function that cannot run where operators are watched."""
+
+    @functools.wraps(call)
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        with without_dispatch_modes():
+            return call(*args, **kwargs)
+
+    return unwatched
 
 
 def _sets_default_type(call: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -26,7 +26,7 @@ def in_another_form(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> S
     Raises:
         NotImplementedError: If it makes a tensor that is not simulated.
     """
-    if func is torch.ctc_loss and len(args) > 3 and is_simulated(args[0]):
+    if func in (torch.ctc_loss, torch.nn.functional.ctc_loss) and len(args) > 3 and is_simulated(args[0]):
         # While something watches operators, torch takes lengths of the CPU for tensors of the device.
         return *args[:2], *map(_as_numbers, args[2:4]), *args[4:]
     if func in _TO_COMPRESSED and args and is_simulated(args[0]):

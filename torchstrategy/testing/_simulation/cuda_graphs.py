@@ -71,7 +71,7 @@ class CUDAGraph:
         self._recording = _Recording(self._calls)
         set_capturing(True)
         self._block.enter_context(nobody_listening())
-        self._recording.__enter__()
+        self._recording.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
         """Ends that, and undoes what was written.
@@ -83,7 +83,7 @@ class CUDAGraph:
         if recording is None:
             raise RuntimeError("CUDAGraph.capture_end() was called, and capture_begin() was not.")
         try:
-            recording.__exit__(None, None, None)
+            recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             recording.undo()
         finally:
             set_capturing(False)
@@ -189,9 +189,10 @@ class _Recording(TorchDispatchMode):
                 with keeping_version((tensor,)):
                     tensor.copy_(before)
             for call in self._calls:
-                for tensor in filter(None.__ne__, call.made):
-                    with keeping_version((tensor,)):
-                        _spoil(tensor)
+                for made in call.made:
+                    if made is not None:
+                        with keeping_version((made,)):
+                            _spoil(made)
         self._before.clear()
 
     def _keep(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from torchstrategy.testing._simulation.module import get_device_properties, memo
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal, set_device
 from torchstrategy.testing._simulation.streams import Stream, current_stream, default_stream, set_stream
 from torchstrategy.testing._simulation.sync_debug import get_sync_debug_mode, set_sync_debug_mode
-from torchstrategy.testing._simulation.torch_internals import PRIVATEUSE1_ID
+from torchstrategy.testing._simulation.torch_internals import CPP, KINETO, PRIVATEUSE1_ID
 
 Translated = Callable[[Any], Any]
 
@@ -66,6 +66,13 @@ def _functions(translated: Translated) -> dict[str, Any]:
     def index(device: Any = None) -> int:
         return ordinal(translated(device))
 
+    class ExternalStream(Stream):
+        """A stream by its address, which here is a number of ours; see `Stream.cuda_stream`."""
+
+        def __new__(cls, stream_ptr: int, device: Any = None, **_: Any) -> Any:
+            identity = {"stream_id": stream_ptr, "device_index": index(device), "device_type": PRIVATEUSE1_ID}
+            return super().__new__(cls, **identity)
+
     fractions: dict[int, float] = {}
 
     def set_fraction(fraction: float, device: Any = None) -> None:
@@ -76,6 +83,7 @@ def _functions(translated: Translated) -> dict[str, Any]:
         fractions[index(device)] = fraction
 
     return {
+        "ExternalStream": ExternalStream,
         "MemPool": MemPool,
         "caching_allocator_disabled": _nothing_happens,
         "caching_allocator_enable": _does_nothing,
@@ -83,6 +91,7 @@ def _functions(translated: Translated) -> dict[str, Any]:
         "current_solver_handle": lambda: 0,
         "device_memory_used": lambda device=None: _accounts.held(index(device)),
         "get_allocator_backend": lambda: "native",
+        "get_stream_from_external": ExternalStream,
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_tf32_supported": lambda: True,
         "get_device_properties": lambda device=None: properties(index(device)),
@@ -213,7 +222,7 @@ _CUDART = _Cudart()
 def profilers_without_cuda() -> Iterator[tuple[Any, str, Any]]:
     """The constructors of torch's profilers, without CUDA: its part of them prints a stack trace for each operator."""
     cuda, cpu = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
-    kineto: Any = torch.profiler.profiler._KinetoProfile
+    kineto: Any = KINETO
     legacy: Any = torch.autograd.profiler.profile
     init_kineto, init_legacy = kineto.__init__, legacy.__init__
 
@@ -249,9 +258,9 @@ def missing_names(served: set[str]) -> Iterator[tuple[Any, str, Any]]:
         if name not in served and name not in AS_THEY_ARE:
             yield torch.cuda, name, _refused(f"torch.cuda.{name}")
     # Where torch was built without CUDA, it has classes in place of some functions, which nobody can use.
-    for name, value in list(vars(torch._C).items()):
+    for name, value in list(vars(CPP).items()):
         if name.startswith("_cuda_") and isinstance(value, type) and value.__module__ == "torch._utils":
-            yield torch._C, name, _OF_CPP.get(name) or _refused(f"torch._C.{name}")
+            yield CPP, name, _OF_CPP.get(name) or _refused(f"torch._C.{name}")
 
 
 def _refused(name: str) -> Any:
@@ -282,8 +291,8 @@ def of_cpp(name: str) -> Any:
     if name in _OF_CPP:
         return _OF_CPP[name]
     if name.startswith(("_cuda_", "_Cuda", "_CUDA", "_nccl_", "_cudnn", "_cusparselt", "_gds_", "_nvtx")):
-        raise AttributeError(_sentence(f"torch._C.{name}"), name=name, obj=torch._C)
-    raise AttributeError(f"module 'torch._C' has no attribute {name!r}", name=name, obj=torch._C)
+        raise AttributeError(_sentence(f"torch._C.{name}"), name=name, obj=CPP)
+    raise AttributeError(f"module 'torch._C' has no attribute {name!r}", name=name, obj=CPP)
 
 
 def _identity(stream: Any) -> tuple[int, int, int]:

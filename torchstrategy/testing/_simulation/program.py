@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from torchstrategy._core.torch_internals import TorchDispatchMode
 from torchstrategy.testing._simulation.listeners import listeners
-from torchstrategy.testing._simulation.torch_internals import schema
+from torchstrategy.testing._simulation.torch_internals import Operator, schema
 from torchstrategy.testing._simulation.words import name_of_file
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -150,7 +150,7 @@ def _uses_of(op: Any) -> Uses | None:
 
     The function returns None if there are none, as of all operators of devices: it is called at each operator.
     """
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, Operator):
         return None  # one of a higher order, which calls others
     declared = schema(op)
     name = op.name().partition(".")[0]
