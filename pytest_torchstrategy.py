@@ -5,9 +5,11 @@ before anything else, and torch takes seconds to import and reads its environmen
 
     --simulate-devices=N                 gives the process the devices sim:0 to sim:<N-1>
     --cuda-alias                         makes "cuda" mean the simulated devices, from before test modules are imported
+    --as-cuda                            besides, devices and tensors say that they are CUDA's
+    --ranks=N                            runs each test in N ranks, as torchrun would
     --real-devices                       runs on the machine's accelerators, too
     strategy, @pytest.mark.strategies    a test that takes the fixture runs once under each of the strategies
-    @pytest.mark.ranks(N)                a test runs in N ranks of a distributed program; it may take the fixture `rank`
+    @pytest.mark.ranks(N, order=...)     a test runs in N ranks of a distributed program; it may take the fixture `rank`
     simulated_devices                    the simulated devices; the test is skipped where there are none
     virtual_time, @pytest.mark.virtual_time(...)
                                          the test runs in virtual time, and may not go beyond limits
@@ -63,6 +65,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help='let "cuda" mean the simulated devices, in all tests and while test modules are imported',
     )
     group.addoption(
+        "--as-cuda",
+        action="store_true",
+        help="as --cuda-alias, and devices and tensors also say that they are CUDA's: device.type == 'cuda', "
+        "tensor.is_cuda; without --simulate-devices there are 2, or one for each of --ranks",
+    )
+    group.addoption(
+        "--ranks",
+        type=_count,
+        metavar="N",
+        help="run each test in N ranks of a distributed program, as torchrun would, if it has no mark `ranks` itself",
+    )
+    group.addoption(
         "--real-devices",
         action="store_true",
         help="run tests that take the fixture `strategy` on the accelerators of this machine, too",
@@ -98,8 +112,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        f"{_RANKS_MARK}(n): run the test in n ranks of a distributed program, which are threads of this process; the "
-        "fixture `rank` is the rank, an int from 0",
+        f"{_RANKS_MARK}(n, order=None): run the test in n ranks of a distributed program, which are threads of this "
+        "process; the fixture `rank` is the rank, an int from 0; the order in which they go on may be 'reversed' or "
+        "'random:7'",
     )
     if _REAL not in config.stash:  # a conftest file has loaded this plugin
         _find_devices(config, config.option)
@@ -107,10 +122,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _find_devices(config: pytest.Config, options: argparse.Namespace) -> None:
     config.stash[_REAL] = _real_devices() if options.real_devices else []  # before simulated ones take their place
+    if options.as_cuda and options.simulate_devices is None:
+        options.simulate_devices = max(options.ranks or 0, 2)
     if options.simulate_devices is not None:
         _simulate(options.simulate_devices, config.stash[_REAL])
-    if options.cuda_alias:
+    if options.as_cuda:
+        _say_cuda(config)
+    elif options.cuda_alias:
         _alias(config, options.simulate_devices)
+
+
+def _say_cuda(config: pytest.Config) -> None:
+    """Enters the block of the runner's `--as-cuda` until pytest ends."""
+    from torchstrategy.testing import simulated_devices
+    from torchstrategy.testing._runner.deep_alias import deep_alias
+    from torchstrategy.testing._simulation.cuda_alias import Compiling
+
+    if simulated_devices():
+        alias = deep_alias()
+        alias.__enter__()
+        Compiling.backend = "aot_eager"  # as the runner's
+        config.add_cleanup(functools.partial(_leave, alias))
+
+
+def _leave(block: Any) -> None:
+    block.__exit__(None, None, None)
 
 
 def _alias(config: pytest.Config, count: int | None) -> None:
@@ -152,7 +188,10 @@ def _simulate(count: int, real: list[torch.device]) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     parts = []
     if config.getoption("simulate_devices") is not None:
-        parts.append(_simulated_in_words() + (', which "cuda" means' if config.getoption("cuda_alias") else ""))
+        is_cuda = config.getoption("cuda_alias") or config.getoption("as_cuda")
+        parts.append(_simulated_in_words() + (', which "cuda" means' if is_cuda else ""))
+    if config.getoption("ranks") is not None:
+        parts.append(f"each test in {config.getoption('ranks')} ranks")
     if config.getoption("real_devices"):
         parts.append(f"real devices: {_named(config.stash[_REAL])}")
     return f"torchstrategy: {'; '.join(parts)}" if parts else None
@@ -249,6 +288,9 @@ def simulated_devices() -> list[torch.device]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
+    ranks = item.config.getoption("ranks")
+    if ranks is not None and isinstance(item, pytest.Function) and item.get_closest_marker(_RANKS_MARK) is None:
+        item.add_marker(pytest.mark.ranks(ranks))
     if item.get_closest_marker(_TIME_MARK) is not None and isinstance(item, pytest.Function):
         item.fixturenames.append("virtual_time")  # last: what other fixtures prepare takes no time
     if item.get_closest_marker(_RANKS_MARK) is not None:
@@ -348,14 +390,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
         return (yield)
     from torchstrategy.testing._ranks.marked_tests import in_ranks
 
-    n = _number_of_ranks(pyfuncitem, mark)
+    n, order = _ranks_of(pyfuncitem, mark)
     _refuse_output_of_the_process(pyfuncitem)
     # Of a test of hypothesis, each example runs in ranks: they have to draw the same.
     owner, name = pyfuncitem, "obj"
     if hasattr(getattr(pyfuncitem.obj, "hypothesis", None), "inner_test"):
         owner, name = pyfuncitem.obj.hypothesis, "inner_test"
     test = getattr(owner, name)
-    setattr(owner, name, in_ranks(test, n))
+    setattr(owner, name, in_ranks(test, n, order))
     try:
         return (yield)
     finally:
@@ -399,18 +441,19 @@ def _run_test_case(item: pytest.Function) -> None:
             )
     mark = item.get_closest_marker(_RANKS_MARK)
     assert mark is not None
-    run_test_case(item.instance, item.name, _number_of_ranks(item, mark))
+    run_test_case(item.instance, item.name, *_ranks_of(item, mark))
 
 
-def _number_of_ranks(test: pytest.Function, mark: pytest.Mark) -> int:
-    if len(mark.args) != 1 or mark.kwargs or not isinstance(mark.args[0], int):
+def _ranks_of(test: pytest.Function, mark: pytest.Mark) -> tuple[int, Any]:
+    """How many ranks a mark says, and the order in which they go on."""
+    if len(mark.args) != 1 or not isinstance(mark.args[0], int) or mark.kwargs.keys() - {"order"}:
         given = ", ".join([*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())])
         pytest.fail(
             f"{test.nodeid} is marked with `{_RANKS_MARK}({given})`: give the number of ranks, as in "
-            "@pytest.mark.ranks(4).",
+            "@pytest.mark.ranks(4), and, if they are to go on in another order, order='reversed' or order='random:7'.",
             pytrace=False,
         )
-    return int(mark.args[0])
+    return int(mark.args[0]), mark.kwargs.get("order")
 
 
 # Leaks

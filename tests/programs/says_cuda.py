@@ -7,6 +7,7 @@ import io
 import sys
 
 import torch
+import torch.nn.attention.flex_attention
 from torch import nn
 
 

@@ -158,9 +158,12 @@ def test_a_compiled_module_trains(backend: str) -> None:
     [
         (lambda: torch.compile(nn.Linear(2, 2)), "writes kernels for a GPU.*backend='eager' or 'aot_eager'"),
         (lambda: torch.compile(nn.Linear(2, 2), backend="inductor"), "writes kernels for a GPU"),
-        (lambda: torch.cuda.CUDAGraph(), "torch.cuda.CUDAGraph records kernels of a GPU"),
-        (lambda: torch.cuda.graph(None), "torch.cuda.graph records kernels of a GPU"),
-        (lambda: torch.cuda.make_graphed_callables(None, ()), "make_graphed_callables records kernels"),
+        (lambda: torch.cuda.temperature(), "torch.cuda.temperature is not there"),
+        (lambda: torch.eye(2, device="cuda").to_sparse_csr(), "to_sparse_csr makes a compressed sparse tensor"),
+        (
+            lambda: torch.sparse_csr_tensor([0, 1], [0], [1.0], device="cuda"),
+            "sparse_csr_tensor makes a compressed sparse tensor .* Write to_sparse",
+        ),
     ],
 )
 def test_what_only_a_gpu_can_do_is_refused(call: Callable[[], object], message: str) -> None:

@@ -13,6 +13,7 @@ from torchstrategy._core.errors import an
 from torchstrategy._execution.instruments import Instrument, Turns, reached
 from torchstrategy._strategy.replica_context import ReplicaContext
 from torchstrategy.testing._instruments import in_force, is_in_force
+from torchstrategy.testing._ranks.orders import Drawn, seed_of, with_a_seed
 from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replica, refuse_unknown_replica
 
 
@@ -29,7 +30,9 @@ class Lockstep(Instrument):
     go when none of the others can, in replica order. What the step computes should not depend on any of this.
 
     Args:
-        order: Ids of replicas: `[1, 0]`, or `[0, 0, 1]` for two blocks of one and a block of the other.
+        order: Ids of replicas: `[1, 0]`, or `[0, 0, 1]` for two blocks of one and a block of the other. `"reversed"`:
+            the last replica first, each time. `"random:7"`: one that is drawn from the seed 7, each time; `"random"`:
+            the same with a new seed, which `repr` shows.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -39,21 +42,24 @@ class Lockstep(Instrument):
         [(1, 'start'), (1, 'all_reduce(SUM)'), (0, 'start'), (0, 'all_reduce(SUM)'), (1, 'end'), (0, 'end')]
 
     Raises:
-        TypeError: If `order` is not a sequence of ints.
-        ValueError: If it is empty or names a negative id; from `run`, if the strategy has no such replica.
+        TypeError: If `order` is neither a sequence of ints nor a string.
+        ValueError: If it is empty, names a negative id or is no name of an order; from `run`, if the strategy has no
+            such replica.
         RuntimeError: When it is entered in a replica or for a second time; from `run`, if something else gives turns.
     """
 
-    def __init__(self, order: Sequence[int]) -> None:
-        if not isinstance(order, Sequence) or isinstance(order, str):
-            raise TypeError(f"An order is a sequence of replica ids, such as [1, 0]; got {order!r}.")
+    def __init__(self, order: Sequence[int] | str) -> None:
+        if not isinstance(order, Sequence):
+            raise TypeError(f"An order is a sequence of replica ids, such as [1, 0], or 'random:7'; got {order!r}.")
         if not order:
             raise ValueError("An order of no replicas is none: name at least one, such as [1, 0].")
-        self._order = tuple(order)
+        self._named = with_a_seed(order) if isinstance(order, str) else ""
+        self._order = () if isinstance(order, str) else tuple(order)
         for replica in self._order:
             refuse_bad_replica(repr(self), replica)
         self._history: list[tuple[int, str]] = []
         self._block: ExitStack | None = None
+        self._drawn: Drawn | None = None  # for all runs of a block: they are to go differently
 
     @property
     def history(self) -> list[tuple[int, str]]:
@@ -95,6 +101,7 @@ class Lockstep(Instrument):
         if self._block is not None:
             raise RuntimeError(f"{self!r} is entered already. Leave its block first, or make another one.")
         self._history.clear()
+        self._drawn = Drawn(seed_of(self._named)) if self._named.startswith("random") else None
         self._block = ExitStack()
         self._block.enter_context(in_force(self))
         return self
@@ -105,9 +112,13 @@ class Lockstep(Instrument):
         self._block = None
 
     def __repr__(self) -> str:
-        return f"Lockstep({list(self._order)})"
+        return f"Lockstep({self._named!r})" if self._named else f"Lockstep({list(self._order)})"
 
     def _begins(self, num_replicas: int) -> Turns:
+        if (drawn := self._drawn) is not None:
+            return lambda waiting: drawn.choose(sorted(waiting))
+        if self._named:
+            return max
         refuse_unknown_replica(repr(self), max(self._order), num_replicas)
         return _Turns(self._order).next
 

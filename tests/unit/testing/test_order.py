@@ -89,6 +89,25 @@ def test_replicas_that_the_order_does_not_name_come_last_and_in_replica_order() 
     assert [r for r, where in lockstep.history if where == "end"] == [2, 0, 1, 3]
 
 
+def test_an_order_may_have_a_name() -> None:
+    def history(order: str) -> list[tuple[int, str]]:
+        strategy = on_cpus(3)
+        with Lockstep(order) as lockstep:
+            for _ in range(3):
+                strategy.run(meet)
+        return lockstep.history
+
+    backwards = history("reversed")
+    assert [replica for replica, where in backwards[:9] if where == "end"] == [2, 1, 0]
+    assert backwards[:2] == [(2, "start"), (2, "all_reduce(SUM)")] and backwards == backwards[:9] * 3
+    drawn = [history(f"random:{seed}") for seed in range(6)]
+    assert drawn == [history(f"random:{seed}") for seed in range(6)]
+    assert len({str(one) for one in drawn}) > 3
+    assert any(one[:9] != one[9:18] for one in drawn)
+    assert repr(Lockstep("random:7")) == "Lockstep('random:7')"
+    assert repr(Lockstep("random")).startswith("Lockstep('random:")
+
+
 def test_each_run_begins_the_order_anew() -> None:
     strategy = central(3)
     with Lockstep([2, 0, 1, 1]) as lockstep:  # of which the first run leaves one turn

@@ -497,6 +497,13 @@ def test_a_marked_test_runs_in_ranks(tmp_path: Path) -> None:
 
             @pytest.mark.ranks("many")
             def test_with_a_word(rank): ...
+
+            order = []
+
+            @pytest.mark.ranks(3, order="reversed")
+            def test_in_another_order(rank):
+                order.append(rank)
+                assert rank > 0 or order == [2, 1, 0]
         """,
     )
     output = pytest_on(tmp_path, "-v")
@@ -508,10 +515,56 @@ def test_a_marked_test_runs_in_ranks(tmp_path: Path) -> None:
         "test_that_fails_in_one": "failed",
         "test_without_the_mark": "error",
         "test_with_a_word": "failed",
+        "test_in_another_order": "passed",
     }
     assert "raised in rank 1 of 2" in output
     assert "takes the fixture `rank`, and is not marked: put @pytest.mark.ranks(4) above it." in output
     assert "is marked with `ranks('many')`: give the number of ranks" in output
+
+
+def test_all_tests_run_in_ranks_and_see_cuda_if_they_are_told_to(tmp_path: Path) -> None:
+    project(
+        tmp_path,
+        test_it="""
+            import unittest
+            import pytest, torch
+            import torch.distributed as dist
+
+            devices = pytest.mark.parametrize("device", [f"cuda:{i}" for i in range(torch.cuda.device_count())])
+
+            @devices
+            def test_on_each(device):
+                x = torch.ones(2, device=device)
+                assert x.is_cuda and str(x.device) == device and x.device.type == "cuda"
+
+            def test_in_ranks(rank):
+                dist.init_process_group("nccl")
+                x = torch.ones(1).cuda()
+                dist.all_reduce(x)
+                assert x.item() == dist.get_world_size() == 3 and x.get_device() == rank
+
+            @pytest.mark.ranks(2)
+            def test_in_its_own_number():
+                dist.init_process_group("nccl")
+                assert dist.get_world_size() == 2
+
+            class TestCase(unittest.TestCase):
+                def test_in_ranks(self):
+                    dist.init_process_group("nccl")
+                    self.assertEqual(dist.get_world_size(), 3)
+        """,
+    )
+    output = pytest_on(tmp_path, "-v", "--as-cuda", "--ranks=3", "-W", "ignore")
+    assert outcomes(output) == {
+        "test_on_each[cuda:0]": "passed",
+        "test_on_each[cuda:1]": "passed",
+        "test_on_each[cuda:2]": "passed",
+        "test_in_ranks": "passed",
+        "test_in_its_own_number": "passed",
+        "TestCase::test_in_ranks": "passed",
+    }
+    (told,) = header(output)
+    assert told.startswith("torchstrategy: 3 simulated devices (") and told.endswith("means; each test in 3 ranks")
 
 
 def test_a_mark_runs_every_kind_of_test_in_ranks(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,12 @@ def only_the_first_rank(rank: int) -> None:
     begin()
     if rank == 0:
         dist.barrier()
+
+
+@fault(2, "collective differs:\n  rank 0: monitored_barrier #1 (@)\n  rank 1: barrier #1 (@)")
+def another_kind_of_barrier(rank: int) -> None:
+    begin()
+    (dist.barrier if rank else dist.distributed_c10d._get_default_group().monitored_barrier)()
 
 
 @fault(
@@ -360,7 +367,14 @@ def test_what_a_rank_raises_comes_out_and_the_others_are_told() -> None:
 
     with pytest.raises(ZeroDivisionError, match="rank 1 divides") as caught:
         run_ranks(main, 3)
-    assert caught.value.__notes__ == ["raised in rank 1 of 3"]
+    where, waits = caught.value.__notes__
+    assert where == "raised in rank 1 of 3"
+    assert re.fullmatch(
+        "Others waited then, and could not go on:\n"
+        rf"  rank 0 waits in barrier #1 \({FILE}:\d+\) for rank 1\n"
+        rf"  rank 2 waits in barrier #1 \({FILE}:\d+\) for rank 1",
+        waits,
+    )
     assert set(told) == {0, 2} and told[0] == told[2]
     assert "  rank 1 has failed: ZeroDivisionError: rank 1 divides" in told[0]
 
@@ -395,3 +409,25 @@ def test_an_asynchronous_result_holds_nothing_of_use_before_it_is_waited_for() -
         return *early, x.item(), int(count)
 
     assert run_ranks(main, 2)[0] == [(True, torch.iinfo(torch.int64).min, 2.0, 2)] * 2
+
+
+def test_sparse_tensors_and_splits_in_a_tensor_are_exchanged() -> None:
+    def main(rank: int) -> list[object]:
+        dist.init_process_group("gloo")
+        sparse = torch.sparse_coo_tensor([[rank]], [1.0], (3,), check_invariants=True)
+        dist.all_reduce(sparse)
+        model = DistributedDataParallel(nn.EmbeddingBag(6, 1, sparse=True))
+        model(torch.tensor([[rank, 5]])).sum().backward()
+        gradient = model.module.weight.grad
+        whole = [torch.zeros(2), torch.zeros(2)]
+        group = dist.distributed_c10d._get_default_group()
+        group.allgather_coalesced([[piece] for piece in whole], [torch.full((2,), float(rank))]).wait()
+        got = torch.zeros(3)
+        splits: Any = torch.tensor([1, 2] if rank == 0 else [2, 1])
+        dist.all_to_all_single(got, torch.arange(3.0) + 10 * rank, splits, splits)
+        assert gradient is not None
+        return [sparse.to_dense().tolist(), gradient.to_dense().flatten().tolist(), whole[1].tolist(), got.tolist()]
+
+    first, second = run_ranks(main, 2)[0]
+    assert first == [[1, 1, 0], [0.25, 0.25, 0, 0, 0, 0.5], [1, 1], [0, 10, 11]]
+    assert second == [[1, 1, 0], [0.25, 0.25, 0, 0, 0, 0.5], [1, 1], [1, 2, 12]]

@@ -73,7 +73,7 @@ def test_lines_that_programs_for_cuda_say_hold(tmp_path: Path) -> None:
     lines = PROGRAMS / "cudaisms.txt"
     done, _ = run(tmp_path, "--devices", "4", "--as-cuda", str(PROGRAMS / "says_cuda.py"), str(lines))
     wrong = done.stdout.splitlines()
-    assert len(lines.read_text().splitlines()) == 84
+    assert len(lines.read_text().splitlines()) == 104
     assert done.returncode == 0 and len(wrong) <= 4, done.stdout
 
 
@@ -148,7 +148,7 @@ def test_a_write_of_numpy_on_a_buffer_that_is_copied_is_a_race(tmp_path: Path) -
     )
     done, report = run(tmp_path, "--strict", "program.py")
     assert done.returncode == 1 and len(report["races"]) == 1
-    assert "a copy (program.py:4), on the default stream of sim:0, reads was written on the CPU" in done.stderr
+    assert "a copy (program.py:4), on the default stream of cuda:0, reads was written on the CPU" in done.stderr
 
 
 def test_memory_may_be_pinned_where_it_is_made(tmp_path: Path) -> None:
@@ -225,6 +225,54 @@ def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
             process.kill()
     assert process.returncode == 130
     assert "program.py: 0 steps" in printed and "cpu -> cuda:0  12 bytes in 1 tensor" in printed
+
+
+def test_the_report_says_who_waited_where_beside_the_failure(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import argparse\n"
+        "import torch\nimport torch.distributed as dist\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--local_rank', type=int, default=-1)\n"
+        "rank = parser.parse_args().local_rank\n"
+        "torch.cuda.set_device(rank)\n"
+        "dist.init_process_group('nccl')\n"
+        "compiled = torch.compile(torch.nn.Linear(2, 2).cuda())\n"
+        "if rank == 1:\n"
+        "    torch.ones(2, device='cuda:0') + torch.ones(2, device='cuda:1')\n"
+        "dist.all_reduce(torch.ones(4, device='cuda'))\n"
+    )
+    done, report = run(tmp_path, "--ranks", "2", "--as-cuda", "--order", "random:3", "program.py")
+    assert done.returncode == 1
+    waits = "rank 0 waits in all_reduce #1 of 4 float32, sum (program.py:12) for rank 1"
+    assert done.stderr.count(waits) >= 1 and report["ranks"]["order"] == "random:3"
+    assert [(failed["rank"], failed["error"][:12]) for failed in report["ranks"]["failed"]] == [(1, "RuntimeError")]
+    assert report["ranks"]["waiting"] == [{"rank": 0, "where": waits.removeprefix("rank 0 ")}]
+    assert "Order of the ranks: random:3\nRanks that could not go on\n  rank 1 failed: RuntimeError: " in done.stderr
+    # Messages are in the program's words, and have none of our frames.
+    assert (
+        "cuda:0 and cuda:1" in done.stderr and "sim:" not in done.stderr and "torchstrategy/testing" not in done.stderr
+    )
+    assert report["notes"] == [
+        "torch.compile was called 2 times for inductor, and ran aot_eager (--compile)",
+        "each rank was given --local_rank=RANK, as torch.distributed.launch does",
+    ]
+
+
+def test_a_program_without_ranks_is_alone(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "x = torch.ones(2, device='cuda')\n"
+        "dist.all_reduce(x)\ndist.barrier()\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1).cuda())\n"
+        "model(x).sum().backward()\n"
+        "print(dist.get_world_size(), x.tolist())\n"
+        "dist.destroy_process_group()\n"
+        "os.environ['LOCAL_RANK']\n"
+    )
+    done, report = run(tmp_path, "--compile", "refuse", "program.py")
+    assert done.stdout == "1 [1.0, 1.0]\n" and report["collectives"]["barrier"]["calls"] == 1
+    assert done.returncode == 1 and "which torchrun sets: run it with --ranks 2." in done.stderr
 
 
 def test_a_program_that_silences_its_ranks_does_not_silence_the_report(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
 """The ranks of a distributed program, as threads of one process.
 
 torch_internals  the private names of torch that this needs
+orders           which rank goes on, of those that can
 turns            one rank runs at a time, until it waits
 record           what ranks have told each other
 lines            at which line of the user's program something happened
+names            what the user's program calls a tensor
+swaps            collectives that ranks call in another order, though they fit together
 tensors          numbers taken from tensors, and brought to them
 moments          when ranks come to a collective, and have what they get
 exchanges        what ranks bring to a collective, and what they get
 world            the ranks of a run, and what they exchange
 store            the store of `torch.distributed`
 groups           the process group
+alone            a program without ranks is the only rank
 profilers        one rank at a time may have torch's profiler
 imports          what modules say of loggers and warnings while they are imported
 process          what Python keeps once for a process

@@ -9,8 +9,10 @@ import torch
 
 from torchstrategy.testing._ranks.lines import is_called_by_torch
 from torchstrategy.testing._ranks.moments import Moments, device_of, met
+from torchstrategy.testing._ranks.names import names_of
 from torchstrategy.testing._ranks.record import Collective
-from torchstrategy.testing._ranks.tensors import bring, in_words, is_spoiled, overlap, spoil, taken
+from torchstrategy.testing._ranks.swaps import Said, is_compared
+from torchstrategy.testing._ranks.tensors import bring, bytes_of, in_words, is_spoiled, overlap, spoil, taken
 from torchstrategy.testing._ranks.turns import Wait
 from torchstrategy.testing._simulation.listeners import Listener
 from torchstrategy.testing._simulation.program import unwatched
@@ -50,7 +52,8 @@ class Call:
     ) -> None:
         self.kind, self.detail, self.settle, self.group = kind, detail, settle, group
         self.sizes = in_words(shown)
-        self.size = sum(tensor.nbytes for tensor in shown) if size is None else size
+        self.names = names_of(shown[0]) if shown and is_compared(kind) and not is_called_by_torch() else None
+        self.size = sum(map(bytes_of, shown)) if size is None else size
         self.device = device_of(shown)  # not the tensors: what is given is not kept
         self.gets = list(gets)
         with unwatched():
@@ -113,6 +116,13 @@ class Exchange:
     def at(self, rank: int) -> str:
         """What a rank has called, and where: `all_reduce #3 of 4 float32, sum (train.py:31)`."""
         return _at(self, self.calls[rank], self.lines[rank])
+
+    def said(self) -> list[Said]:
+        """What each rank has called, if it is to be compared with what the others have."""
+        calls = [(rank, self.calls[rank]) for rank in self.ranks]
+        return [
+            Said(rank, call.names, self.lines[rank], self.at(rank)) for rank, call in calls if call.names is not None
+        ]
 
     def _settle(self) -> None:
         calls = [self.calls[rank] for rank in self.ranks]

@@ -152,6 +152,10 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         size = sum(piece.nbytes for piece in pieces)
         return self._meet("all_gather", inputs, inputs, pieces, settle, size=size, same_sizes=same_sizes)
 
+    def allgather_coalesced(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
+        by_tensor = [pieces[index] for index in range(len(inputs)) for pieces in outputs]
+        return self._all_gather(inputs, by_tensor, same_sizes=False)
+
     def reduce_scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
         return self._reduce_scatter(outputs, [piece for pieces in inputs for piece in pieces], opts)
 
@@ -231,12 +235,13 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return self._meet("barrier", [], [], [], lambda given: [[]] * len(given))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        self.barrier().wait()
+        # A kind of its own: gloo's waits for no rank that is in a `barrier`.
+        self._meet("monitored_barrier", [], [], [], lambda given: [[]] * len(given)).wait()
 
     # Messages
 
     def send(self, tensors: Values, target: int, tag: int = 0) -> RankWork:
-        self._world.came_to(self._me, "send")
+        self._come_to("send")
         self._world.finish_before(self._me, self._key, tensors)
         call = Call("send", tensors, tensors, [], _message, detail=f"to rank {self._ranks[target]}{_tagged(tag)}")
         return self._work(self._world.send(self._me, self._ranks[target], (self._key, tag), call))
@@ -248,7 +253,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return self._receive(tensors, None, tag, "from any rank")
 
     def _receive(self, tensors: Values, source: int | None, tag: int, detail: str) -> RankWork:
-        self._world.came_to(self._me, "recv")
+        self._come_to("recv")
         self._world.finish_before(self._me, self._key, tensors)
         call = Call("recv", tensors, [], tensors, _message, detail=detail + _tagged(tag), group=self._key)
         return self._work(self._world.receive(self._me, source, (self._key, tag), call))
@@ -256,12 +261,16 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     # Of all of them
 
     def _meet(self, kind: str, shown: Values, gives: Values, gets: Values, settle: Settle, **options: Any) -> RankWork:
-        self._world.came_to(self._me, kind)
+        self._come_to(kind)
         self._world.finish_before(self._me, self._key, [*shown, *gives, *gets])
         self._calls += 1
         name = f"#{self._calls}{self._in_words}"
         call = Call(kind, shown, gives, gets, settle, group=self._key, **options)
         return self._work(self._world.meet(self._me, (self._key, self._calls), self._ranks, name, call))
+
+    def _come_to(self, kind: str) -> None:
+        self._world.turns.pause(self._me)
+        self._world.came_to(self._me, kind)
 
     def _work(self, part: Part) -> RankWork:
         return RankWork(self._world, self._me, part)
@@ -269,8 +278,8 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] = ()) -> Values:
         """The piece of a tensor that belongs to each rank: equal ones, or `rows` of each."""
         tensor = tensor.detach()
-        if rows:
-            return list(tensor.split(list(rows)))
+        if len(rows):
+            return list(tensor.split([int(count) for count in rows]))  # the counts may be a tensor
         return list(tensor.reshape(len(self._ranks), -1).unbind())
 
 

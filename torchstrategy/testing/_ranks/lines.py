@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from types import FrameType
 
 from torchstrategy.testing._ranks.torch_internals import ENTRANCES
+from torchstrategy.testing._simulation.words import name_of_file
 
 _NOT_THE_USERS = ("torch", "torchstrategy", "contextlib", "functools", "threading", "runpy", "typing_extensions")
 
@@ -26,7 +26,12 @@ def line_of_the_user() -> str:
     """The innermost line that is neither torch's nor this library's: `train.py:31`."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        if is_the_users(frame):
+            return f"{name_of_file(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return "a line that cannot be found"
+
+
+def is_the_users(frame: FrameType) -> bool:
+    """Whether a frame is neither torch's nor this library's."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 from torchstrategy.testing._ranks.run_ranks import run_ranks
 
 
-def in_ranks(test: Callable[..., Any], n: int) -> Callable[..., None]:
+def in_ranks(test: Callable[..., Any], n: int, order: Any = None) -> Callable[..., None]:
     """A function that calls a test in `n` ranks. Of its arguments, `rank` and `capsys` are each rank's own."""
     before = getattr(test, "__wrapped__", None)
     if inspect.iscoroutinefunction(before) and not inspect.iscoroutinefunction(test):
@@ -31,7 +31,7 @@ def in_ranks(test: Callable[..., Any], n: int) -> Callable[..., None]:
             with _own_output() as output:
                 _call(test, args, own | {"capsys": output})
 
-        run_ranks(main, n)
+        run_ranks(main, n, order=order)
 
     return in_each
 
@@ -42,13 +42,14 @@ def _call(test: Callable[..., Any], args: Any, arguments: dict[str, Any]) -> Non
         asyncio.run(result)
 
 
-def run_test_case(found: unittest.TestCase, method: str, n: int) -> None:
+def run_test_case(found: unittest.TestCase, method: str, n: int, order: Any = None) -> None:
     """Runs a method of a test case in `n` ranks: each makes one for itself, with its `setUp` and its `tearDown`.
 
     Args:
         found: The test case that the caller has. Each rank's has the attributes which fixtures have set on it.
         method: The name of the method.
         n: How many ranks there are.
+        order: The order in which they go on, as `run_ranks` takes it.
     """
 
     def main(rank: int) -> None:
@@ -60,7 +61,7 @@ def run_test_case(found: unittest.TestCase, method: str, n: int) -> None:
         if result.found:
             raise result.found[0]
 
-    run_ranks(main, n)
+    run_ranks(main, n, order=order)
 
 
 @final

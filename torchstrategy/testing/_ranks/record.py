@@ -23,8 +23,8 @@ class Collective:
     """
 
     kind: str
-    """`all_reduce`, `broadcast`, `all_gather`, `reduce_scatter`, `reduce`, `gather`, `scatter`, `all_to_all`, `barrier`
-    or `send`. The variants that torch has of one kind count as this kind."""
+    """`all_reduce`, `broadcast`, `all_gather`, `reduce_scatter`, `reduce`, `gather`, `scatter`, `all_to_all`,
+    `barrier`, `monitored_barrier` or `send`. The variants that torch has of one kind count as this kind."""
     ranks: tuple[int, ...]
     """The ranks that took part; of a `send`, the sender and the receiver."""
     detail: str
@@ -64,6 +64,12 @@ class RankRecord:
 
     collectives: list[Collective] = field(default_factory=list)
     """Every collective that all of its ranks came to, and every message that was received."""
+    order: str = field(default="", compare=False)
+    """The order in which ranks went on, as `run_ranks` takes it again: `random:7`. Empty for that of the ranks."""
+    failed: dict[int, str] = field(default_factory=dict, compare=False)
+    """What ranks raised of their own, in the order in which they did: `{1: "ValueError: no rows"}`."""
+    waiting: dict[int, str] = field(default_factory=dict, compare=False)
+    """Where ranks waited for what could not come any more: `{0: "waits in barrier #1 (train.py:31) for rank 1"}`."""
 
     @property
     def counts(self) -> Counter[str]:

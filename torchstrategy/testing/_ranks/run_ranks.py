@@ -11,13 +11,14 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from torchstrategy._core.errors import add_note, described, plural
+from torchstrategy._core.errors import add_note, described
 from torchstrategy._core.worker_threads import worker_here
 from torchstrategy.testing._ranks.belongings import Belongings
 from torchstrategy.testing._ranks.faults import Visits
 from torchstrategy.testing._ranks.groups import RankGroup
 from torchstrategy.testing._ranks.imports import Imports
 from torchstrategy.testing._ranks.moments import as_a_process, ranks_end
+from torchstrategy.testing._ranks.orders import Order, order_of_ranks
 from torchstrategy.testing._ranks.profilers import OneProfiler
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._ranks.signals import OwnSignals
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 
 def run_ranks(
-    main: Callable[..., T], n: int, *, args: Sequence[Any] = (), order: Sequence[int] | None = None
+    main: Callable[..., T], n: int, *, args: Sequence[Any] = (), order: Sequence[int] | str | None = None
 ) -> tuple[list[T], RankRecord]:
     """Runs a distributed program in this process: calls `main(rank, *args)` on a thread for each of `n` ranks.
 
@@ -63,7 +64,10 @@ def run_ranks(
         main: The program. It is called with the rank, an int from 0.
         n: How many ranks there are.
         args: What else it is called with.
-        order: All ranks: of those that can go on, the first in this list does. None: the lowest.
+        order: Which rank goes on, of those that can. A list of all ranks: the first in it; None: the lowest;
+            `"reversed"`: the highest. `"random:7"`: one that is drawn from the seed 7, and then ranks hand over at each
+            collective, also where they need not wait; so missing barriers and races through files show. `"random"`:
+            the same with a new seed, which is in the record and in a note of what is raised.
 
     Returns:
         What `main` returned in each rank, in order, and the record of the collectives.
@@ -92,41 +96,38 @@ def run_ranks(
 
 
 def run_recorded(
-    main: Callable[..., T], n: int, record: RankRecord, args: Sequence[Any] = (), order: Sequence[int] | None = None
+    main: Callable[..., T],
+    n: int,
+    record: RankRecord,
+    args: Sequence[Any] = (),
+    order: Sequence[int] | str | None = None,
 ) -> list[T]:
     """`run_ranks`, with a record that the caller has: it is of use, too, if the run ends with an error."""
-    order = _checked(n, order)
+    _check_number(n)
+    chosen = order_of_ranks(order, n)
+    record.order = "" if order is None else str(chosen)
     if current_world() is not None:
         raise RuntimeError(
             f"run_ranks was called in rank {current_rank()} of another run_ranks. Call it around the program, once."
         )
-    run = _Run(main, n, args, order, record)
+    run = _Run(main, n, args, chosen, record)
     run.go()
     return run.results
 
 
-def _checked(n: int, order: Sequence[int] | None) -> Sequence[int]:
+def _check_number(n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"run_ranks takes a number of ranks; got {n!r}, a {type(n).__name__}.")
     if n < 1:
         raise ValueError(f"run_ranks({n}): a run has 1 rank or more.")
-    if order is None:
-        return range(n)
-    if sorted(order) != list(range(n)):
-        raise ValueError(
-            f"run_ranks: `order` lists each of the {plural(n, 'rank')}, 0 to {n - 1}, once; got {order!r}."
-        )
-    return order
 
 
 @final
 class _Run:
-    def __init__(
-        self, main: Callable[..., Any], n: int, args: Sequence[Any], order: Sequence[int], record: RankRecord
-    ) -> None:
+    def __init__(self, main: Callable[..., Any], n: int, args: Sequence[Any], order: Order, record: RankRecord) -> None:
         self._main, self._n, self._args = main, n, args
         self._visits = Visits(n)
-        self._turns = Turns(order, self._enter, self._leave)
+        self._turns, self._record = Turns(n, order, self._enter, self._leave), record
         self.world = World(n, self._turns, self._visits.came_to, record)
         # torch's C++ does not keep a store of Python alive.
         self._stores = [RankStore(self.world, rank) for rank in range(n)]
@@ -222,10 +223,20 @@ class _Run:
 
     def _raise(self) -> None:
         own = {rank: error for rank, error in self._errors.items() if not isinstance(error, RanksStopped)}
+        self._record.failed.update((rank, described(error)) for rank, error in own.items())
+        self._record.waiting.update(self._turns.stuck)
         for rank, error in (own or self._errors).items():
             if own:
                 add_note(error, f"raised in rank {rank} of {self._n}")
+                self._note_who_waited(error, rank)
+            if self._record.order:
+                add_note(error, f"the ranks went on in this order: {self._record.order}")
             raise error
+
+    def _note_who_waited(self, error: BaseException, failed: int) -> None:
+        rows = [f"  rank {rank} {where}" for rank, where in self._turns.stuck.items() if rank != failed]
+        if rows:
+            add_note(error, "\n".join(["Others waited then, and could not go on:", *rows]))
 
     def _enter(self, rank: int) -> None:
         with unwatched():

@@ -28,6 +28,13 @@ def taken(tensor: torch.Tensor) -> torch.Tensor:
     return _seen_here(tensor).clone()
 
 
+def bytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor; of a sparse one, those of its indices and values."""
+    if tensor.is_sparse:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
 def _has_no_numbers(tensor: torch.Tensor) -> bool:
     return shapes_only() and is_simulated(tensor) and tensor.layout is torch.strided and is_large([tensor])
 

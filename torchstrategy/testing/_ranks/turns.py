@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
+
+from torchstrategy.testing._ranks.orders import Order
 
 
 class Wait(ABC):
@@ -57,21 +59,28 @@ class Turns:
     """Whose turn it is.
 
     Args:
-        order: All ranks; of those that can go on, the first of the order does.
+        n: How many ranks there are.
+        order: Who goes on, of those that can.
         enter: Called on a rank's thread when its turn begins.
         leave: Called there when it ends.
     """
 
-    def __init__(self, order: Sequence[int], enter: Callable[[int], None], leave: Callable[[int], None]) -> None:
+    def __init__(self, n: int, order: Order, enter: Callable[[int], None], leave: Callable[[int], None]) -> None:
         self._order = order
-        self._ranks = {rank: _Rank() for rank in sorted(order)}
+        self._ranks = {rank: _Rank() for rank in range(n)}
         self._enter, self._leave = enter, leave
         self._why_stopped: str | None = None
-        self.running = order[0]  # the rank whose turn it is, or was last
+        self.running = 0  # the rank whose turn it is, or was last
+        self.stuck: dict[int, str] = {}  # where ranks waited when the run was stopped
 
     def start(self) -> None:
         """Gives the first rank its turn."""
         self._pass_on()
+
+    def begin_here(self, rank: int) -> None:
+        """Gives a rank its first turn, on its thread, which is this one."""
+        self._ranks[rank].thread = threading.get_ident()
+        self.running = rank
 
     def begin(self, rank: int) -> None:
         """Waits for the first turn of a rank, on its thread."""
@@ -111,6 +120,17 @@ class Turns:
         if not wait.is_over():
             self.check(rank)
 
+    def pause(self, rank: int) -> None:
+        """Lets another rank go on, where the order is drawn, for one that need not wait.
+
+        Raises:
+            RanksStopped: If the run was stopped.
+        """
+        if self._order.is_drawn:
+            self.check(rank)
+            self._hand_over(rank)
+            self.check(rank)
+
     def poll(self, rank: int) -> None:
         """Lets others run as far as they can, for a rank that asks again and again whether something is there."""
         self.check(rank)
@@ -139,10 +159,12 @@ class Turns:
         """Lets all ranks that wait raise an error when their turn comes, and all others when they next wait."""
         if self._why_stopped is None:
             self._why_stopped = why
+            waits = {rank: state.wait for rank, state in self._ranks.items() if state.ended is None}
+            self.stuck = {rank: wait.describe() for rank, wait in waits.items() if wait and not wait.is_over()}
 
     def has_others(self, rank: int) -> bool:
         """Whether another rank than this one can go on."""
-        return any(other != rank and self._can_go_on(other) for other in self._order)
+        return any(other != rank and self._can_go_on(other) for other in self._ranks)
 
     def situation(self) -> str:
         """Where each rank is, a line for each."""
@@ -170,8 +192,9 @@ class Turns:
             self._ranks[following].may_run.release()
 
     def _choose(self) -> int | None:
-        able = [rank for rank in self._order if self._can_go_on(rank)]
-        return min(able, key=lambda rank: self._ranks[rank].is_polling, default=None)
+        able = [rank for rank in self._ranks if self._can_go_on(rank)]
+        working = [rank for rank in able if not self._ranks[rank].is_polling]
+        return self._order.choose(working or able) if able else None
 
     def _can_go_on(self, rank: int) -> bool:
         state = self._ranks[rank]

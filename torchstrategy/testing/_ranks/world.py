@@ -12,6 +12,7 @@ import torch
 from torchstrategy.testing._ranks.exchanges import Call, Exchange, Part, UnlikeCalls
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._ranks.record import RankRecord
+from torchstrategy.testing._ranks.swaps import Swaps
 from torchstrategy.testing._ranks.turns import RanksStopped, Turns
 
 
@@ -32,6 +33,7 @@ class World:
         self.stored: dict[str, bytes] = {}  # what the ranks keep in `torch.distributed`'s store
         self._open: dict[Hashable, Exchange] = {}
         self._posted: dict[Hashable, deque[Exchange]] = {}  # messages without a receiver, by its address
+        self._swaps = Swaps()
         self._parts: dict[int, list[Part]] = {rank: [] for rank in range(size)}
 
     def meet(self, rank: int, key: Hashable, ranks: Sequence[int], name: str, call: Call) -> Part:
@@ -44,7 +46,17 @@ class World:
         part = self._join(exchange, rank, call)
         if not exchange.missing():
             del self._open[key]
+            self._check_order(exchange, key)
         return part
+
+    def _check_order(self, exchange: Exchange, key: Hashable) -> None:
+        """Refuses collectives that ranks have called in another order; see Note [What is a swap]."""
+        said = exchange.said()
+        group = key[0] if isinstance(key, tuple) else key
+        for other in said[1:]:
+            if found := self._swaps.find(group, said[0], other):
+                self.turns.stop(found)
+                raise RanksStopped(found)
 
     def send(self, rank: int, target: int, address: tuple[Hashable, int], call: Call) -> Part:
         """A rank sends a message, which is under way until it is received."""
@@ -87,6 +99,7 @@ class World:
             part.receive()
         part.deliver()
         self._parts[rank] = [other for other in self._parts[rank] if other is not part]
+        self.turns.pause(rank)
 
     def finish_before(self, rank: int, group: Hashable, tensors: Sequence[torch.Tensor]) -> None:
         """Brings what collectives of a group write on some tensors, which a later one of this group uses.

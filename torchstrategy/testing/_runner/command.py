@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,10 +12,15 @@ from typing import Any, final
 
 import torch.multiprocessing as mp
 
+from torchstrategy._core.errors import plural
+from torchstrategy.testing._ranks.alone import world_of_one
+from torchstrategy.testing._ranks.orders import with_a_seed
 from torchstrategy.testing._ranks.process import put_back_builtins, take_builtins
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._ranks.run_ranks import run_recorded
 from torchstrategy.testing._runner.deep_alias import deep_alias
+from torchstrategy.testing._runner.launching import give_local_rank, wanted_spelling
+from torchstrategy.testing._runner.messages import advice, printed
 from torchstrategy.testing._runner.observer import Observer, observing
 from torchstrategy.testing._runner.output import Output, ends_with_a_report
 from torchstrategy.testing._runner.prediction import FILES, Prediction
@@ -24,6 +28,8 @@ from torchstrategy.testing._runner.programs import Program, module, script
 from torchstrategy.testing._runner.report import Report
 from torchstrategy.testing._simulation import cuda_alias, record_streams, simulate_devices
 from torchstrategy.testing._simulation import module as devices
+from torchstrategy.testing._simulation.cuda_alias import Compiling
+from torchstrategy.testing._simulation.words import in_words_of_cuda
 from torchstrategy.testing._virtual_time import DeviceProfile, virtual_time
 
 DEVICE = "cuda"  # what the report calls devices: the program's word
@@ -53,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         collectives=run.record if run.has_ranks else None,
         device=DEVICE,
         prediction=run.prediction,
+        notes=run.notes(),
     )
     is_written = output.write(f"\n{report}\n")
     try:
@@ -81,6 +88,12 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=_positive, metavar="N", help="run it as torchrun does, in N ranks")
     parser.add_argument(
+        "--order",
+        type=_order,
+        metavar="reversed|random[:SEED]",
+        help="which rank goes on, of those that can: so missing barriers and races through files show",
+    )
+    parser.add_argument(
         "--profile",
         type=_profile,
         metavar="GPU",
@@ -93,6 +106,12 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--trace", metavar="DIR", help=f"with --profile: write {' and '.join(FILES)} (for Perfetto) there"
+    )
+    parser.add_argument(
+        "--compile",
+        choices=("eager", "aot_eager", "refuse"),
+        default="aot_eager",
+        help="what torch.compile does in place of inductor, which writes kernels for a GPU; default: aot_eager",
     )
     parser.add_argument("--stop-after", type=_positive, metavar="N", help="end it after N steps of an optimizer")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if streams race")
@@ -113,6 +132,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _order(text: str) -> str:
+    try:
+        return with_a_seed(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _profile(text: str) -> DeviceProfile:
     try:
         return DeviceProfile.named(text)
@@ -129,11 +155,13 @@ class _Run:
         self.has_ranks = options.ranks is not None
         self.races: list[str] = []
         self.prediction: Prediction | None = None
+        self.spelling: str | None = None  # of the argument that each rank is given besides
 
     def go(self) -> int:
         """Runs the program; returns its exit status."""
         with ExitStack() as block:
             block.enter_context(self._program.at_home())
+            Compiling.backend = None if self._options.compile == "refuse" else self._options.compile
             block.enter_context(ends_with_a_report(self._output))
             self._predict(block)
             streams = block.enter_context(record_streams(check=False))
@@ -141,15 +169,23 @@ class _Run:
             block.enter_context(_spawning(self._spawn))
             block.enter_context(deep_alias() if self._options.as_cuda else cuda_alias())
             status = self._status_of(self._run)
-        self.races = list(streams.races)
+        self.races = [in_words_of_cuda(race) for race in streams.races]
         return status
 
     def _run(self) -> None:
         if self._options.ranks is None:
-            with self.observer:
+            with self.observer, world_of_one(self.record, self._is_a_rank):
                 self._program.run()
         else:
-            self._ranks(lambda rank: self._program.run(), self._options.ranks)
+            self.spelling = wanted_spelling(self._program.file, self._options.arguments)
+            self._ranks(self._run_as, self._options.ranks)
+
+    def _run_as(self, rank: int) -> None:
+        give_local_rank(self.spelling, rank)
+        self._program.run()
+
+    def _is_a_rank(self) -> None:
+        self.has_ranks = True
 
     def _predict(self, block: ExitStack) -> None:
         if self._options.profile is not None:
@@ -158,13 +194,23 @@ class _Run:
             self.observer.after_step = self.prediction.stepped
 
     def _ranks(self, main: Callable[..., Any], n: int, *args: Any) -> None:
-        run_recorded(main, n, self.record, args)
+        run_recorded(main, n, self.record, args, self._options.order)
 
     def _spawn(
         self, function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **options: Any
     ) -> None:
         self.has_ranks = True
         self._ranks(function, nprocs, *args)
+
+    def notes(self) -> list[str]:
+        """What was done in another way than the program says, a line for each."""
+        notes = []
+        if Compiling.count:
+            times = plural(Compiling.count, "time")
+            notes.append(f"torch.compile was called {times} for inductor, and ran {Compiling.backend} (--compile)")
+        if self.spelling is not None:
+            notes.append(f"each rank was given {self.spelling}=RANK, as torch.distributed.launch does")
+        return notes
 
     def _status_of(self, run: Callable[[], None]) -> int:
         try:
@@ -175,8 +221,8 @@ class _Run:
             return error.code if isinstance(error.code, int) else int(error.code is not None)
         except KeyboardInterrupt:
             return 130  # as a shell says it
-        except BaseException:
-            self._output.write(traceback.format_exc())
+        except BaseException as error:
+            self._output.write(printed(error) + advice(error, self.has_ranks))
             return 1
         return 0
 

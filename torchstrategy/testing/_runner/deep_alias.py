@@ -134,6 +134,10 @@ class _Kind(type):
         return hash(_Device)
 
 
+def _repr_of_stream(stream: Any) -> str:
+    return f"<torch.cuda.Stream device=cuda:{stream.device_index} cuda_stream={stream.cuda_stream:#x}>"
+
+
 def _translated(text: str) -> str:
     kind, colon, index = text.partition(":")
     return f"{NAME}{colon}{index}" if kind == "cuda" else text
@@ -156,6 +160,11 @@ def _exchange() -> list[tuple[Any, str, bool, Any]]:
         (torch.UntypedStorage, "is_cuda", property(_is_cuda)),
         (torch, "get_device_module", get_device_module),
         (torch.backends.cuda, "is_built", lambda: True),
+        (torch.version, "cuda", "12.8"),
+        (torch.backends.cudnn, "is_available", lambda: True),
+        (torch.backends.cudnn, "version", lambda: 91002),
+        (torch.backends.cudnn, "is_acceptable", lambda tensor: False),  # torch itself asks: no kernel of cuDNN runs
+        (module.Stream, "__repr__", _repr_of_stream),
         # What torch itself asks, with names of its own.
         (torch.cuda, "_initialized", True),
         (torch.cuda, "_is_in_bad_fork", lambda: False),

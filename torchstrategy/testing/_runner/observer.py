@@ -50,6 +50,8 @@ class _Stopped(SystemExit):
 class Observer(TorchDispatchMode):
     """Sees the operators of a thread that is in it, and of the threads which that thread starts."""
 
+    supports_higher_order_operators = True  # such as `flex_attention`
+
     def __init__(self, most_steps: int | None, progress: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = Observations()

@@ -11,6 +11,7 @@ from torchstrategy._core.errors import plural
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._runner.observer import Observations
 from torchstrategy.testing._runner.prediction import Prediction
+from torchstrategy.testing._simulation.words import in_words_of_cuda
 
 _LINES_SHOWN = 5
 
@@ -29,6 +30,7 @@ class Report:
         collectives: What ranks have told each other; None if it had no ranks.
         device: What devices are called: `cuda` or `sim`.
         prediction: How long it would take on GPUs; None if nobody asked.
+        notes: What was done in another way than the program says, a line for each.
     """
 
     program: str
@@ -39,6 +41,7 @@ class Report:
     collectives: RankRecord | None
     device: str
     prediction: Prediction | None = None
+    notes: Sequence[str] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The numbers of the report, for other programs."""
@@ -49,6 +52,7 @@ class Report:
             "status": self.status,
             "devices": len(self.peaks),
             "steps": seen.steps,
+            "notes": list(self.notes),
             "routes": [
                 {
                     "from": self._named(source),
@@ -66,6 +70,7 @@ class Report:
             "peak_bytes": {f"{self.device}:{index}": peak for index, peak in enumerate(self.peaks)},
             "races": list(self.races),
             "collectives": None if self.collectives is None else _collectives(self.collectives),
+            "ranks": None if self.collectives is None else self._ranks_as_json(self.collectives),
             "predicted": None if self.prediction is None else self.prediction.as_json(len(self.peaks)),
         }
 
@@ -78,6 +83,7 @@ class Report:
         return "\n".join(
             [
                 head,
+                *[f"Note: {note}" for note in self.notes],
                 "Copies",
                 *self._routes(),
                 f"  {_places('block the program', seen.blocking_copies)}",
@@ -116,7 +122,22 @@ class Report:
             f"  {kind}  {count}{f' with {_bytes(size)}' if size else ''}"
             for kind, (count, size) in _counted(self.collectives).items()
         ]
-        return ["Collectives of all ranks", *rows]
+        return [*self._stopped(self.collectives), "Collectives of all ranks", *rows]
+
+    def _stopped(self, record: RankRecord) -> list[str]:
+        """In which order ranks went on, and where they were when they could not any more."""
+        order = [f"Order of the ranks: {record.order}"] if record.order else []
+        rows = [f"  rank {rank} failed: {_first_line(error)}" for rank, error in record.failed.items()]
+        rows = [in_words_of_cuda(row) for row in rows]
+        rows += [f"  rank {rank} {where}" for rank, where in sorted(record.waiting.items())]
+        return [*order, *(["Ranks that could not go on", *rows] if rows else [])]
+
+    def _ranks_as_json(self, record: RankRecord) -> dict[str, Any]:
+        return {
+            "order": record.order or None,
+            "failed": [{"rank": rank, "error": error} for rank, error in record.failed.items()],
+            "waiting": [{"rank": rank, "where": where} for rank, where in sorted(record.waiting.items())],
+        }
 
 
 def _counted(record: RankRecord) -> Mapping[str, tuple[int, int]]:
@@ -126,6 +147,10 @@ def _counted(record: RankRecord) -> Mapping[str, tuple[int, int]]:
 
 def _collectives(record: RankRecord) -> dict[str, dict[str, int]]:
     return {kind: {"calls": count, "bytes": size} for kind, (count, size) in _counted(record).items()}
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def _places(what: str, lines: Counter[str]) -> str:

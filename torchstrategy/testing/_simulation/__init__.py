@@ -23,7 +23,10 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     sparse        kernels of sparse tensors
     autocast      mixed precision
     generators    random numbers
+    words         what messages call devices and files
+    sync_debug    `torch.cuda.set_sync_debug_mode`
     streams       streams and events
+    cuda_graphs   CUDA graphs, whose operators run again
     storages      storages: made, resized, exchanged, sent to another process
     tensors       functions of tensors for which torch's C++ has a wrong answer
     accelerator   `torch.accelerator` and backward
@@ -33,6 +36,8 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     pending       how an exception of a hook gets out of torch's C++
     facades       how a class of torch is replaced
     module        the module `torch.sim`
+    cuda_calls    calls that need another form
+    cuda_more     more of its names, and those that are missing
     cuda_names    what the names of `torch.cuda` stand for there
     cuda_alias    code that says "cuda"
 """

@@ -9,6 +9,7 @@ starts. `_Engine` and `_starts` put them in.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, final
@@ -17,13 +18,29 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchstrategy._core.torch_internals import function_modes, pop_function_mode, push_function_mode
+from torchstrategy.testing._simulation.cuda_calls import in_another_form
+from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_without_cuda
 from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal
 from torchstrategy.testing._simulation.pinned_creation import allow_pinned_creation
-from torchstrategy.testing._simulation.torch_internals import ENGINE, tensor_cuda
+from torchstrategy.testing._simulation.torch_internals import CPP, ENGINE, tensor_cuda, without_dispatch_modes
+from torchstrategy.testing._simulation.words import say_cuda
 
 # Functions that take the name of a device type, and that no `TorchFunctionMode` sees.
 _TOLD_A_NAME = ((torch.autocast, "__init__"), (torch, "is_autocast_enabled"), (torch, "get_autocast_dtype"))
+
+
+class Compiling:
+    """What `torch.compile` does in such blocks where the backend is inductor, which writes kernels for a GPU.
+
+    Attributes:
+        backend: The backend that runs in its place; None: it is refused.
+        count: How often that happened.
+    """
+
+    backend: str | None = None
+    count = 0
+
 
 _lock = threading.Lock()
 _before: list[tuple[Any, str, Any]] = []  # while a block is open: what is replaced, to be put back
@@ -39,8 +56,9 @@ class cuda_alias(TorchFunctionMode):
     asks them that sees the difference. It holds for the thread that entered it, for threads that are started in the
     block, and for the replicas that it runs; `torch.cuda`'s functions and `torch.autocast` are exchanged for all.
 
-    Memory queries say what the devices hold, and `torch.cuda.nvtx` marks nothing. CUDA graphs raise an error, and so does
-    `torch.compile` with inductor: backends `eager` and `aot_eager` work.
+    Memory queries say what the devices hold, and `torch.cuda.nvtx` marks nothing. CUDA graphs run their operators again,
+    one by one. What has no meaning without a driver raises an error with its name, and so does `torch.compile` with
+    inductor: backends `eager` and `aot_eager` work.
 
     Raises:
         RuntimeError: On entering, if no devices are simulated.
@@ -79,17 +97,24 @@ class cuda_alias(TorchFunctionMode):
             self._entered -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        __tracebackhide__ = True  # pytest
         if not self.is_open():
             return func(*args, **(kwargs or {}))
         _calls.modes.append(self)
         try:
             return self._call(func, args, kwargs or {})
+        except Exception as error:
+            say_cuda(error)
+            raise
         finally:
             _calls.modes.pop()
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        __tracebackhide__ = True
         if func in (tensor_cuda, torch.Tensor.cuda):
             return _cuda(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.sim.", "torch.cuda.")
         if func is torch.Tensor.type and len(args) > 1 and (dtype := dtype_of_legacy(args[1])) is not None:
             return args[0].to(device=NAME, dtype=dtype)
         if kwargs.get("pin_memory"):
@@ -97,6 +122,7 @@ class cuda_alias(TorchFunctionMode):
         # `torch.device("cuda")` has no index: it means the device that is current when it is used.
         if func is torch.device and args[:1] == ("cuda",):
             return torch.device(NAME, *args[1:], **kwargs)
+        args = in_another_form(func, args, kwargs)
         return func(*map(_translated, args), **{name: _translated(value) for name, value in kwargs.items()})
 
 
@@ -110,6 +136,11 @@ def _open_one() -> None:
         _exchange(ENGINE.owner, ENGINE.name, _Engine(ENGINE.now()))
         _exchange(threading.Thread, "start", _starts(threading.Thread.start))
         _exchange(torch, "compile", _compiles(torch.compile))
+        for owner, name, value in profilers_without_cuda():
+            _exchange(owner, name, value)
+        _exchange(torch, "set_default_tensor_type", _sets_default_type(torch.set_default_tensor_type))
+        _exchange(torch.jit, "trace", _without_modes(torch.jit.trace))
+        _exchange(CPP, "__getattr__", of_cpp)  # Python asks it for names that a module does not have
     _open += 1
 
 
@@ -190,17 +221,50 @@ def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a replacement for `torch.compile`, which refuses to make kernels for a GPU."""
 
     @functools.wraps(compile)
-    def compiled(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        backend = kwargs.get("backend", "inductor")
-        if backend == "inductor":
+    def compiles(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("backend", "inductor") != "inductor":
+            compiled = compile(model, *args, **kwargs)
+            # torch's compiler leaves code alone that runs in a mode, and then `fullgraph` is an error.
+            return _without_modes(compiled) if kwargs.get("fullgraph") and inspect.isfunction(compiled) else compiled
+        if Compiling.backend is None:
             raise NotImplementedError(
                 "torch.compile with the backend 'inductor' writes kernels for a GPU, and there is none: \"cuda\" means "
                 "simulated devices here. Give it backend='eager' or 'aot_eager', which trace the same and run each "
                 "operator."
             )
-        return compile(model, *args, **kwargs)
+        Compiling.count += 1
+        # The mode and the options are those of inductor.
+        kept = {name: value for name, value in kwargs.items() if name not in ("mode", "options")}
+        return compile(model, *args, **{**kept, "backend": Compiling.backend})
 
-    return compiled
+    return compiles
+
+
+def _without_modes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a replacement for a function that cannot run where operators are watched."""
+
+    @functools.wraps(call)
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        with without_dispatch_modes():
+            return call(*args, **kwargs)
+
+    return unwatched
+
+
+def _sets_default_type(call: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Makes a replacement for `torch.set_default_tensor_type`, which knows `torch.cuda.FloatTensor` and its like."""
+
+    @functools.wraps(call)
+    def sets(t: Any) -> None:
+        dtype = dtype_of_legacy(t)
+        if dtype is None:
+            torch.set_default_device(None)
+            call(t)
+        else:
+            torch.set_default_dtype(dtype)
+            torch.set_default_device(NAME)
+
+    return sets
 
 
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:

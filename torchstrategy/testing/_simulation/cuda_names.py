@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, final
+from typing import Any
 
 import torch
 
 from torchstrategy.testing._simulation import accounts as _accounts
+from torchstrategy.testing._simulation.cuda_more import missing_names, more_names
 from torchstrategy.testing._simulation.generators import default_generators
 from torchstrategy.testing._simulation.module import get_device_properties, manual_seed_all
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, ordinal
@@ -55,6 +56,15 @@ def names_of_cuda(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, 
     Args:
         translated: Makes, of what a program says for a device, what simulated devices are called.
     """
+    served = set()
+    for owner, name, value in _served(translated):
+        if owner is torch.cuda:
+            served.add(name)
+        yield owner, name, value
+    yield from missing_names(served)  # see Note [Names that are missing]
+
+
+def _served(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
     module = torch.get_device_module(NAME)
     for name in _SAME:
         yield torch.cuda, name, _of_its_own(getattr(module, name))
@@ -68,8 +78,7 @@ def names_of_cuda(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, 
         yield torch.cuda.nvtx, name, _marks_nothing
     for name, dtype in _LEGACY.items():
         yield torch.cuda, name, _legacy(name, dtype)
-    for name in ("CUDAGraph", "graph", "make_graphed_callables"):
-        yield torch.cuda, name, _refused(f"torch.cuda.{name}")
+    yield from more_names(translated)
 
 
 _OF_MEMORY = (
@@ -180,7 +189,6 @@ def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
         "get_device_capability": capability,
         "initial_seed": lambda: default_generators()[current_device()].initial_seed(),
         "ipc_collect": _does_nothing,
-        "is_current_stream_capturing": lambda: False,
         "list_gpu_processes": lambda device=None: f"GPU:{index(device)}\nno processes are running",
         "max_memory_cached": lambda device=None: _accounts.peak(index(device)),
         "mem_get_info": mem_get_info,
@@ -192,7 +200,6 @@ def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
         "reset_max_memory_cached": lambda device=None: _accounts.reset_peak(index(device)),
         "seed": seed_all,
         "seed_all": seed_all,
-        "set_per_process_memory_fraction": _does_nothing,
         "utilization": lambda device=None: 0,
     }
 
@@ -219,27 +226,3 @@ def _legacy(name: str, dtype: torch.dtype) -> Any:
             return torch.empty(*args or (0,), dtype=dtype, device=NAME)
 
     return Kind(name, (), {"__module__": "torch.cuda", "dtype": dtype})
-
-
-def _refused(name: str) -> Any:
-    """Makes a stand-in for what no simulated device can do."""
-
-    @final
-    class Refused:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            refuse_graphs(name)
-
-    return Refused
-
-
-def refuse_graphs(name: str) -> NoReturn:
-    """Refuses to record kernels of a GPU.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    raise NotImplementedError(
-        f"{name} records kernels of a GPU, to launch them again, and simulated devices have none: they run each "
-        "operator on the CPU when it is called. Where torch.cuda.get_device_name() begins with 'simulated', run this "
-        "part of the program without graphs."
-    )

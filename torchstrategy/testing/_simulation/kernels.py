@@ -23,6 +23,7 @@ from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simula
 from torchstrategy.testing._simulation.shapes import NOT_KNOWN, is_large, shaped, shapes_only
 from torchstrategy.testing._simulation.storages import adopt
 from torchstrategy.testing._simulation.streams import computed, launched, read_by_the_program
+from torchstrategy.testing._simulation.sync_debug import get_sync_debug_mode
 from torchstrategy.testing._simulation.torch_internals import (
     DispatchKey,
     DispatchKeySet,
@@ -249,7 +250,7 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
             results = _called(call, operator, arguments)
     if listeners():
         computed(op, device, arguments.args, arguments.kwargs, results)
-    if listeners() and operator.is_read_by_the_program(arguments.args):
+    if (listeners() or get_sync_debug_mode()) and operator.is_read_by_the_program(arguments.args):
         read_by_the_program(device, operator.name)
     for position in operator.written:
         _bring_back(arguments.given(position), arguments[position], device)

@@ -187,3 +187,14 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _exchange(tuple(other for other in _at_work if other is not listener))
+
+
+@contextmanager
+def nobody_listening() -> Iterator[None]:
+    """A block of which no listener is told: what it does, no device would do."""
+    before = _at_work
+    _exchange(())
+    try:
+        yield
+    finally:
+        _exchange(before)

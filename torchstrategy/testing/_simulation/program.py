@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from torchstrategy._core.torch_internals import TorchDispatchMode
 from torchstrategy.testing._simulation.listeners import listeners
-from torchstrategy.testing._simulation.torch_internals import schema
+from torchstrategy.testing._simulation.torch_internals import Operator, schema
+from torchstrategy.testing._simulation.words import name_of_file
 
 _PACKAGE = str(Path(__file__).parents[2])
 _CONTEXTS = contextlib.__file__  # in whose frames blocks begin and end
@@ -114,6 +115,8 @@ def _reading(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 class _Watch(TorchDispatchMode):
     """Sees every operator of the thread that opens the block, and of replicas: they wear the caller's modes."""
 
+    supports_higher_order_operators = True  # such as `flex_attention`
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
@@ -147,6 +150,8 @@ def _uses_of(op: Any) -> Uses | None:
 
     The function returns None if there are none, as of all operators of devices: it is called at each operator.
     """
+    if not isinstance(op, Operator):
+        return None  # one of a higher order, which calls others
     declared = schema(op)
     name = op.name().partition(".")[0]
     views = any(result.alias_info is not None and not result.alias_info.is_write for result in declared.returns)
@@ -198,4 +203,4 @@ def users_place() -> str:
 def _users_file(file: str) -> str:
     """The name of a file of the user's; nothing if the file is torch's or this package's."""
     is_users = not file.startswith((_PACKAGE, _CONTEXTS, "<")) and "/torch/" not in file
-    return Path(file).name if is_users else ""
+    return name_of_file(file) if is_users else ""

@@ -6,6 +6,7 @@ which.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import time
@@ -25,9 +26,11 @@ from torchstrategy.testing._simulation.listeners import (
 )
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, index_of, ordinal, set_device
 from torchstrategy.testing._simulation.pinned import is_pinned
+from torchstrategy.testing._simulation.sync_debug import check_wait, get_sync_debug_mode
 from torchstrategy.testing._simulation.torch_internals import PRIVATEUSE1_ID
 
 _ids = itertools.count(1)
+_HIGHEST = -5  # of the priorities of streams, as on recent GPUs
 # The objects for the default streams, by thread and device. torch makes one at each call, which no two threads share.
 _defaults: dict[tuple[int, int], Stream] = {}
 
@@ -36,6 +39,7 @@ _defaults: dict[tuple[int, int], Stream] = {}
 class _Here(threading.local):
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}  # by device: its current stream
+        self.is_capturing = False
 
 
 _here = _Here()
@@ -47,6 +51,7 @@ class Stream(torch.Stream):  # the original: `install` puts another one in its p
     # The device and stream from before each open `with stream:` block. As in torch, they are in the object, and not in
     # the thread: if two threads enter one object at once, one of them gets the device and stream of the other.
     _before: list[tuple[int, Stream]]
+    priority: int
 
     def __new__(cls, device: Any = None, priority: int = 0, **identity: Any) -> Stream:
         """A new stream; `stream_id`, `device_index` and `device_type` name an existing one, as `torch.Stream` does."""
@@ -58,6 +63,7 @@ class Stream(torch.Stream):  # the original: `install` puts another one in its p
             device_type=PRIVATEUSE1_ID,
         )
         made._before = []
+        made.priority = min(max(priority, _HIGHEST), 0)
         return made
 
     def synchronize(self) -> None:
@@ -80,8 +86,25 @@ class Stream(torch.Stream):  # the original: `install` puts another one in its p
         return all(listener.is_idle(_key(self)) for listener in listeners())
 
     def is_capturing(self) -> bool:
-        """Whether work is recorded as a graph: never. Optimizers ask this."""
-        return False
+        """Whether work is recorded as a graph. Optimizers ask this."""
+        return _here.is_capturing
+
+    @property
+    def cuda_stream(self) -> int:
+        """What `torch.cuda.Stream` has for the address of the driver's stream: 0 for the default stream."""
+        return self.stream_id
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.cuda_stream)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.cuda_stream
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The lowest and the highest priority. They have no effect."""
+        return 0, _HIGHEST
 
     def record_event(self, event: Any = None) -> Any:
         """Records an event, a new one unless one is given, and returns it."""
@@ -110,13 +133,16 @@ class Event(torch.Event):
         enable_timing: Whether `elapsed_time` may be asked.
         blocking: Accepted as on accelerators; nothing is ever waited for.
         interprocess: Accepted as on accelerators; nothing is ever waited for.
+        external: Accepted as on GPUs; it is about graphs.
     """
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+    def __new__(cls, *args: Any, **options: Any) -> Event:
         made: Event = super().__new__(cls, device=torch.device(NAME))
         return made
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
         self._enable_timing = enable_timing
         self._at: float | None = None  # seconds
         self._moments: dict[Listener, Any] = {}  # for those that listened when it was recorded
@@ -197,6 +223,11 @@ def current_stream(device: torch.device | str | int | None = None) -> Stream:
     return _here.streams.get(index) or default_stream(index)
 
 
+def set_capturing(is_capturing: bool) -> None:
+    """Says whether this thread's work is recorded as a graph."""
+    _here.is_capturing = is_capturing
+
+
 def set_stream(stream: Stream) -> None:
     """Makes a stream this thread's current one of its device, and that device the current one."""
     _here.streams[stream.device_index] = stream
@@ -226,6 +257,7 @@ def computed(operator: Any, device: int, args: Sequence[Any], kwargs: Mapping[st
 
 def read_by_the_program(device: int, operator: str) -> None:
     """Says that the program has waited for the current stream of a device, to see a number."""
+    check_wait()
     for listener in listeners():
         listener.synchronized_stream(identity_of_current_stream(device), operator)
 
@@ -237,6 +269,8 @@ def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> No
     `non_blocking` and the memory of the CPU is pinned: CUDA's copies from and to other memory return when that is read
     or written.
     """
+    if not non_blocking and get_sync_debug_mode() and (index_of(source) is None) != (index_of(target) is None):
+        check_wait()
     if not listeners():
         return
     here, there = index_of(source), index_of(target)

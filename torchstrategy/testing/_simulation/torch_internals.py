@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._python_dispatch
 
 # The mode in which tensors have sizes and no memory; compilers and checks of shapes use it.
 from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache
@@ -52,6 +53,16 @@ register_python_backend: Any = getattr(backend_registration, "_setup_privateuseo
 # The methods that a parameter of a lazy module allows before its shape is known.
 _uninitialized: Any = torch.nn.UninitializedParameter
 ALLOWED_BEFORE_SIZES_ARE_KNOWN: list[Any] = _uninitialized._allowed_methods
+
+
+# The module of torch's C++: programs ask it for names of CUDA that it does not have.
+CPP: Any = torch._C
+# The class under `torch.profiler.profile`, whose constructor takes the activities.
+KINETO: Any = torch.profiler.profiler._KinetoProfile
+# The class of operators that have a schema; those of a higher order have none.
+Operator: Any = torch._ops.OpOverload
+# A block without modes of dispatch: torch's tracer and its compiler lose sight of what such a mode has handled.
+without_dispatch_modes: Any = torch.utils._python_dispatch._disable_current_modes
 
 
 class Replaced(NamedTuple):

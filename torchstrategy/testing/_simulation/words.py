@@ -1,0 +1,33 @@
+"""What messages call things: a device as the program wrote it, and a file of a library with its package."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path, PurePath
+
+from torchstrategy.testing._simulation.ordinals import NAME
+
+_DEVICE = re.compile(rf"\b{NAME}(?=:\d)|(?<=['\"]){NAME}(?=['\"])|(?<=\btorch\.){NAME}\b")
+_OF_PACKAGES = ("site-packages", "dist-packages")
+
+
+def in_words_of_cuda(text: str) -> str:
+    """A message in which simulated devices have the name that the program gives them: `cuda:1` for `sim:1`."""
+    return _DEVICE.sub("cuda", text)
+
+
+def say_cuda(error: BaseException) -> None:
+    """Makes the message of an error one in the words of CUDA."""
+    if error.args and type(error.args[0]) is str and NAME in error.args[0]:
+        error.args = (in_words_of_cuda(error.args[0]), *error.args[1:])
+
+
+@functools.cache
+def name_of_file(file: str) -> str:
+    """`train.py`; and `timm/data/loader.py` for a file of a package that is installed."""
+    parts = PurePath(file).parts
+    for place in range(len(parts) - 2, -1, -1):
+        if parts[place] in _OF_PACKAGES:
+            return "/".join(parts[place + 1 :])
+    return Path(file).name
