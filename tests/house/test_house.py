@@ -49,7 +49,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ("testing",): [
         {"_simulation"},
         {"_ranks"},
-        {"_virtual_time"},
+        {"_lints", "_virtual_time"},
         {"_runner"},  # up to here, nothing knows a strategy: see `WITHOUT_STRATEGIES`
         {"_instruments", "_refusals"},
         {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_replica_clocks", "_topologies"},
@@ -87,7 +87,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"limits", "virtual_time"},
     ],
     ("testing", "_ranks"): [
-        {"imports", "injection", "process", "record", "torch_internals", "turns"},
+        {"imports", "injection", "process", "record", "torch_internals", "turns", "witnesses"},
         {"lines", "moments", "tensors"},
         {"exchanges"},
         {"world"},
@@ -95,6 +95,18 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"belongings", "faults", "groups", "profilers", "signals"},
         {"run_ranks"},
         {"marked_tests"},
+    ],
+    ("testing", "_lints"): [
+        {"torch_internals"},
+        {"fingerprints", "known", "places"},
+        {"copies", "findings", "losses"},
+        {"facts"},
+        {"lint"},
+        {"batch_norm", "gathered", "generators", "replicas", "rows", "scales"},
+        {"means"},
+        {"session"},
+        {"watching"},
+        {"lint_training"},
     ],
     ("testing", "_runner"): [
         {"deep_alias", "observer", "output", "prediction", "programs"},
@@ -115,7 +127,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
 
 
 # The rooms whose users need no strategy, and the words of the core that they may use: those that know no strategy.
-WITHOUT_STRATEGIES = {("testing", room) for room in ("_simulation", "_virtual_time", "_ranks", "_runner")}
+WITHOUT_STRATEGIES = {("testing", room) for room in ("_simulation", "_virtual_time", "_ranks", "_lints", "_runner")}
 BASE_WORDS = {("_core", word) for word in ("errors", "expanded", "torch_internals", "trace", "worker_threads")}
 
 
@@ -311,6 +323,7 @@ def private_torch_names(tree: ast.AST) -> Iterator[str]:
 
 OF_PRIVATE_NAMES = {
     ("_core", "torch_internals"),
+    ("testing", "_lints", "torch_internals"),
     ("testing", "_ranks", "torch_internals"),
     ("testing", "_simulation", "torch_internals"),
 }

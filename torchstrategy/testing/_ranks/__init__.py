@@ -6,6 +6,7 @@ record           what ranks have told each other
 lines            at which line of the user's program something happened
 tensors          numbers taken from tensors, and brought to them
 moments          when ranks come to a collective, and have what they get
+witnesses        who is told of each collective
 exchanges        what ranks bring to a collective, and what they get
 world            the ranks of a run, and what they exchange
 store            the store of `torch.distributed`

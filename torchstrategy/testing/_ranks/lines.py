@@ -22,6 +22,16 @@ def is_called_by_torch() -> bool:
     return True
 
 
+def place_of_the_user() -> tuple[str, int]:
+    """The file and the number of the innermost line that is neither torch's nor this library's; `("", 0)` of none."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
 def line_of_the_user() -> str:
     """The innermost line that is neither torch's nor this library's: `train.py:31`."""
     frame: FrameType | None = inspect.currentframe()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torchstrategy._core.errors import plural
+from torchstrategy.testing._lints import Finding
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._runner.observer import Observations
 from torchstrategy.testing._runner.prediction import Prediction
@@ -29,6 +30,7 @@ class Report:
         collectives: What ranks have told each other; None if it had no ranks.
         device: What devices are called: `cuda` or `sim`.
         prediction: How long it would take on GPUs; None if nobody asked.
+        findings: What lints have found.
     """
 
     program: str
@@ -39,6 +41,7 @@ class Report:
     collectives: RankRecord | None
     device: str
     prediction: Prediction | None = None
+    findings: Sequence[Finding] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The numbers of the report, for other programs."""
@@ -65,6 +68,7 @@ class Report:
             ],
             "peak_bytes": {f"{self.device}:{index}": peak for index, peak in enumerate(self.peaks)},
             "races": list(self.races),
+            "findings": [finding.as_json() for finding in self.findings],
             "collectives": None if self.collectives is None else _collectives(self.collectives),
             "predicted": None if self.prediction is None else self.prediction.as_json(len(self.peaks)),
         }
@@ -87,6 +91,8 @@ class Report:
                 *[f"  {self.device}:{index}  {_bytes(peak)}" for index, peak in enumerate(self.peaks)],
                 *self._told(),
                 *([] if self.prediction is None else self.prediction.lines()),
+                *([f"Findings: {len(self.findings)}"] if self.findings else []),
+                *[f"  {finding}" for finding in self.findings],
                 f"Races: {len(self.races) or 'none'}",
                 *[f"  {race}" for race in self.races],
             ]

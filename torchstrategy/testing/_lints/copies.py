@@ -1,0 +1,173 @@
+"""Copies of tensors that several ranks have, and have to keep alike."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
+from torchstrategy.testing._lints.places import Place
+
+Named = Mapping[str, torch.Tensor]
+Prints = dict[str, Fingerprint | None]
+
+
+@final
+@dataclass
+class Snapshot:
+    """What one rank had after a step.
+
+    Attributes:
+        place: Where it made the step.
+        values: What it had, by name.
+        gradients: With what gradients the step was made.
+        tensors: The tensors.
+        was_called: Whether the model was called since the step before, through what wraps it.
+        was_synchronized: Whether that was outside of `no_sync`.
+    """
+
+    place: Place
+    values: Prints
+    gradients: Prints
+    tensors: dict[str, weakref.ref[torch.Tensor]]
+    was_called: bool
+    was_synchronized: bool
+
+
+def snapshot(
+    named: Named, place: Place, with_gradients: bool, was_called: bool = True, was_synchronized: bool = True
+) -> Snapshot:
+    """What a rank has now."""
+    return Snapshot(
+        place,
+        {name: fingerprint(tensor) for name, tensor in named.items()},
+        {name: fingerprint(tensor.grad) for name, tensor in named.items() if tensor.is_leaf} if with_gradients else {},
+        {name: weakref.ref(tensor) for name, tensor in named.items()},
+        was_called,
+        was_synchronized,
+    )
+
+
+@final
+@dataclass
+class Parted:
+    """Since when copies differ.
+
+    Attributes:
+        step: Since which step; 0: from the beginning.
+        names: Which.
+        ranks: The ranks that differ from the first.
+        has_other_gradients: Whether their gradients were different.
+        snapshots: What ranks had.
+    """
+
+    step: int
+    names: list[str]
+    ranks: list[int]
+    has_other_gradients: bool
+    snapshots: dict[int, Snapshot]
+
+
+@final
+@dataclass
+class Copies:
+    """The copies of some tensors.
+
+    Attributes:
+        key: The same in all ranks.
+        ranks: Who has copies.
+        is_wrapped: Whether `DistributedDataParallel` keeps them alike.
+        may_differ: Whether nobody said that they are to be alike at the beginning: if they are not, they are no copies.
+        named: Finds the tensors of a rank, by name.
+    """
+
+    key: tuple[Any, ...]
+    ranks: tuple[int, ...]
+    is_wrapped: bool
+    may_differ: bool = False
+    named: dict[int, Callable[[], Named]] = field(default_factory=dict)
+    steps: Counter[int] = field(default_factory=Counter)
+    parted: Parted | None = None
+    is_over: bool = False  # nothing more is to be compared
+    _waiting: dict[float, dict[int, Snapshot]] = field(default_factory=dict)
+    _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # those that differ, until the end
+    _is_rounded: bool = False
+
+    def add(self, rank: int, step: float, snapshot: Snapshot) -> None:
+        """Adds what a rank has after a step, and compares it with what the others have, once all have made it.
+
+        `step` is a half more before the next step, and 0 before the first.
+        """
+        if self.is_over:
+            return
+        there = self._waiting.setdefault(step, {})
+        there[rank] = snapshot
+        if len(there) == len(self.ranks):
+            del self._waiting[step]
+            self._compare(step, there)
+
+    def differ_at_last(self) -> bool:
+        """Whether copies that have parted are still apart."""
+        if self.parted is None or self.is_over:
+            return False
+        for tensors in self._kept.values():
+            prints = {fingerprint(tensor) for tensor in tensors}
+            if len(tensors) == len(self.ranks) and len(prints) > 1:
+                return True
+        return not any(len(tensors) == len(self.ranks) for tensors in self._kept.values())
+
+    def _compare(self, step: float, there: dict[int, Snapshot]) -> None:
+        first = there[self.ranks[0]]
+        others = {rank: there[rank] for rank in self.ranks[1:]}
+        names = [name for name in first.values if any(_are_unlike(first, other, name) for other in others.values())]
+        if not names:
+            # Copies that come together again are trained apart on purpose, as by averaging each few steps.
+            self.is_over = self.parted is not None and self.parted.names[0] in first.values
+            return
+        if step == 0 and self.may_differ:
+            self.is_over = True
+            return
+        if self.parted is not None:
+            return
+        apart = [name for name in names if any(_have_other_gradients(first, other, name) for other in others.values())]
+        if not apart and (self._is_rounded or any(_are_rounded(first, other, names) for other in others.values())):
+            self._is_rounded = True  # each rank adds in an order of its own
+            return
+        apart_or_all = apart or names
+        ranks = [rank for rank, other in others.items() if any(_are_unlike(first, other, name) for name in names)]
+        self.parted = Parted(int(step), apart_or_all, ranks, bool(apart), there)
+        for name in apart_or_all[:_MOST_KEPT]:
+            found = [there[rank].tensors[name]() for rank in self.ranks]
+            self._kept[name] = [tensor for tensor in found if tensor is not None]
+
+
+_MOST_KEPT = 8
+
+
+def _are_unlike(first: Snapshot, other: Snapshot, name: str) -> bool:
+    mine, theirs = first.values[name], other.values.get(name)
+    return mine is not None and theirs is not None and mine != theirs
+
+
+def _have_other_gradients(first: Snapshot, other: Snapshot, name: str) -> bool:
+    mine, theirs = first.gradients.get(name), other.gradients.get(name)
+    if mine is None or theirs is None:
+        return mine is not theirs
+    return not mine.is_close_to(theirs)
+
+
+def _are_rounded(first: Snapshot, other: Snapshot, names: list[str]) -> bool:
+    """Whether gradients differ by rounding, or, of what has none, the numbers do."""
+    for name in names:
+        mine, theirs = first.gradients.get(name), other.gradients.get(name)
+        if mine != theirs:
+            return True
+        value, others = first.values[name], other.values[name]
+        if mine is None and value is not None and others is not None and not value.is_close_to(others):
+            return False
+    return all(first.gradients.get(name) is None for name in names)
