@@ -98,7 +98,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("testing", "_lints"): [
         {"torch_internals"},
-        {"fingerprints", "known", "places"},
+        {"known", "places"},
+        {"fingerprints"},
         {"copies", "findings", "losses"},
         {"facts"},
         {"lint"},

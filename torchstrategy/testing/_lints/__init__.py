@@ -3,8 +3,8 @@
 torch_internals  the private names of torch that this needs
 places           lines of the program, and comments there that silence a lint
 findings         what lints have found
-fingerprints     what is kept of a tensor
 known            what is known of tensors while their memory is there
+fingerprints     what is kept of a tensor
 losses           of what a loss is made
 facts            what each rank has done since its last step
 lint             what every lint is told

@@ -103,7 +103,7 @@ class Copies:
 
         `step` is a half more before the next step, and 0 before the first.
         """
-        if self.is_over:
+        if self.is_over or (step not in self._waiting and len(self._waiting) >= _MOST_WAITING):
             return
         there = self._waiting.setdefault(step, {})
         there[rank] = snapshot
@@ -146,7 +146,7 @@ class Copies:
             self._kept[name] = [tensor for tensor in found if tensor is not None]
 
 
-_MOST_KEPT = 8
+_MOST_KEPT, _MOST_WAITING = 8, 64  # a rank that waits for nobody may be far ahead
 
 
 def _are_unlike(first: Snapshot, other: Snapshot, name: str) -> bool:

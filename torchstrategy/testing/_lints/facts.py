@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.losses import Term
 from torchstrategy.testing._lints.places import Place
 
@@ -36,12 +37,14 @@ class Backward:
 
     Attributes:
         place: Where it was called.
+        way: Through which lines.
         terms: Of what the loss is made.
         is_plain: Whether it had no gradient of the caller's, and did not keep its graph for another call.
         changed: The parameters, by id, whose gradients it has changed.
     """
 
     place: Place
+    way: tuple[Place, ...]
     terms: Sequence[Term]
     is_plain: bool
     changed: set[int]
@@ -115,8 +118,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def address_of(tensor: torch.Tensor | None) -> int:
-    """Where the numbers of a tensor are; 0 of none."""
-    if tensor is None or tensor.layout is not torch.strided:
-        return 0
-    return tensor.data_ptr()
+def address_of(tensor: Any) -> int:
+    """Where the numbers of a tensor are; 0 of none, or of one that has them elsewhere."""
+    return tensor.data_ptr() if is_plain(tensor) else 0

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.memory import on_cpu
 from torchstrategy.testing._simulation.ordinals import is_simulated
@@ -35,9 +36,7 @@ class Fingerprint(NamedTuple):
 
 def can_be_read(tensor: torch.Tensor) -> bool:
     """Whether a tensor has numbers of its own, in one piece of memory."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return False
-    return not (tensor.is_meta or (shapes_only() and is_simulated(tensor) and is_large([tensor])))
+    return is_plain(tensor) and not (shapes_only() and is_simulated(tensor) and is_large([tensor]))
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:

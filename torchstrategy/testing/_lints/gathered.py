@@ -15,6 +15,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read
+from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._ranks.witnesses import Told
@@ -71,9 +72,9 @@ class Gathered(Lint):
             piece = piece or self._found_in(facts.rank, tensor)
         if piece is None:
             return
-        sources = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args) if _is_plain(tensor)}
+        sources = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args) if is_plain(tensor)}
         for made in _tensors((result,)):
-            if _is_plain(made) and (made.untyped_storage().data_ptr() not in sources or func is _COPY):
+            if is_plain(made) and (made.untyped_storage().data_ptr() not in sources or func is _COPY):
                 self._add(facts.rank, made, piece.place, piece.shape)
 
     @override
@@ -111,7 +112,7 @@ class Gathered(Lint):
     def _found_in(self, rank: int, tensor: Any) -> _Piece | None:
         """The piece in the memory of a tensor."""
         pieces = self._pieces.get(rank)
-        if not pieces or not _is_plain(tensor) or not tensor.numel():
+        if not pieces or not is_plain(tensor) or not tensor.numel():
             return None
         start, end = span(tensor)
         for piece in pieces.get(tensor.untyped_storage().data_ptr(), ()):
@@ -121,15 +122,11 @@ class Gathered(Lint):
 
     def _overwrite(self, rank: int, tensor: torch.Tensor) -> None:
         """What is written over is gone, such as by the rank's own tensor, which has its gradient."""
-        address = tensor.untyped_storage().data_ptr() if _is_plain(tensor) else 0
+        address = tensor.untyped_storage().data_ptr() if is_plain(tensor) else 0
         if address in self._pieces[rank] and tensor.numel():
             start, end = span(tensor)
             left = [piece for piece in self._pieces[rank][address] if not (start <= piece.start and piece.end <= end)]
             self._pieces[rank][address] = left
-
-
-def _is_plain(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:

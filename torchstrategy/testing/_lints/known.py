@@ -10,6 +10,12 @@ import torch
 T = TypeVar("T")
 
 
+def is_plain(tensor: Any) -> bool:
+    """Whether something is a tensor with memory of its own, and not one that stands for others."""
+    is_torchs = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_torchs and tensor.layout is torch.strided and not tensor.is_meta
+
+
 @final
 class Known(Generic[T]):
     """What is known of the tensors of a rank, by their storage."""
@@ -17,8 +23,10 @@ class Known(Generic[T]):
     def __init__(self) -> None:
         self._by_address: dict[int, tuple[weakref.ref[Any], T]] = {}
 
-    def put(self, tensor: torch.Tensor, fact: T) -> None:
+    def put(self, tensor: Any, fact: T) -> None:
         """Notes something of a tensor."""
+        if not is_plain(tensor):
+            return
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         made = weakref.ref(storage, lambda gone: self._forget(address, gone))
@@ -26,14 +34,14 @@ class Known(Generic[T]):
 
     def get(self, tensor: Any) -> T | None:
         """What is known of a tensor."""
-        if not self._by_address or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        if not self._by_address or not is_plain(tensor):
             return None
         storage, fact = self._by_address.get(tensor.untyped_storage().data_ptr(), (None, None))
         return fact if storage is not None and storage() is not None else None
 
-    def drop(self, tensor: torch.Tensor) -> None:
+    def drop(self, tensor: Any) -> None:
         """Forgets what is known of a tensor."""
-        if self._by_address:
+        if self._by_address and is_plain(tensor):
             self._by_address.pop(tensor.untyped_storage().data_ptr(), None)
 
     def clear(self) -> None:

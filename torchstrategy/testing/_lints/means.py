@@ -19,7 +19,7 @@ from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.scales import accumulated, factor_of, factor_of_gradients
 from torchstrategy.testing._ranks.witnesses import Told
 
-_MOST_NUMBERS = 1000
+_MOST_NUMBERS, _MOST_STEPS = 1000, 10_000
 _aten = torch.ops.aten
 Counts = tuple[float | None, ...]
 
@@ -73,7 +73,7 @@ class Means(Lint):
             return
         mean = self._known[facts.rank].get(tensor)
         count = mean.over if mean is not None and mean.is_mean else self._count_of_number(facts.rank, tensor)
-        if count is not None:
+        if count is not None and len(self._metrics) < _MOST_STEPS:
             self._metrics[told.key][facts.rank] = _Brought((count,), here(), tuple(told.ranks))
         self._known[facts.rank].drop(tensor)  # it will be of all ranks
 
@@ -85,7 +85,7 @@ class Means(Lint):
         if factor is None or abs(factor * micro - 1) > 1e-6 or factor_of_gradients(facts, several) is None:
             return
         counts = tuple(term.over for call in several for term in call.terms if term.is_mean)
-        if None in counts:
+        if None in counts or facts.steps >= _MOST_STEPS:
             return
         place, ranks = several[-1].place, facts.companions()
         if accumulated(calls) and len(counts) == micro:
@@ -164,7 +164,12 @@ class Means(Lint):
 
     def _is_read(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         mean = self._known[facts.rank].get(args[0])
-        if mean is not None and mean.is_mean and isinstance(result, float) and len(self._read) < _MOST_NUMBERS:
+        if (
+            mean is not None
+            and mean.is_mean
+            and isinstance(result, float)
+            and len(self._read[facts.rank]) < _MOST_NUMBERS
+        ):
             self._read[facts.rank][_rounded(result)] = mean.over
 
     def _count_of_number(self, rank: int, tensor: torch.Tensor) -> float | None:

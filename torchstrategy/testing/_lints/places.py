@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from torchstrategy.testing._ranks.lines import place_of_the_user
+from torchstrategy.testing._ranks.lines import places_of_the_user
 
 _COMMENT = re.compile(r"#.*\btorchstrategy:\s*ignore\[([^\]]*)\]")
 
@@ -41,7 +41,12 @@ class Place(NamedTuple):
 
 def here() -> Place:
     """The innermost line that is neither torch's nor this library's."""
-    return Place(*place_of_the_user())
+    return Place(*next(iter(places_of_the_user()), ("", 0)))
+
+
+def way_here() -> tuple[Place, ...]:
+    """The lines of the program through which it came here, the innermost first."""
+    return tuple(Place(*place) for place in places_of_the_user()) or (Place("", 0),)
 
 
 def in_words(places: Iterable[Place]) -> str:

@@ -31,7 +31,7 @@ class _Shared(NamedTuple):
     size: int
     key: tuple[Any, ...]
     ranks: tuple[int, ...]
-    kind: str
+    steps: int  # that the rank had made
 
 
 @final
@@ -65,7 +65,7 @@ class Replicas(Lint):
             if not can_be_read(tensor):
                 continue
             key = ("told", told.key, index)
-            shared = _Shared(weakref.ref(tensor.untyped_storage()), tensor.numel(), key, tuple(told.ranks), told.kind)
+            shared = _Shared(weakref.ref(tensor.untyped_storage()), tensor.numel(), key, tuple(told.ranks), facts.steps)
             self._shared[facts.rank, address_of(tensor)] = shared
 
     @override
@@ -151,7 +151,7 @@ class Replicas(Lint):
     def _forgive(self, facts: Facts, copies: Copies, parameter: torch.Tensor) -> None:
         """Copies that the program itself reduces or broadcasts after a step are apart in between on purpose."""
         shared = self._shared_at(facts, parameter)
-        if shared is not None and copies.steps[facts.rank] and shared.key != copies.key:
+        if shared is not None and shared.steps:
             copies.is_over = True
 
     def _finding(self, members: list[tuple[Copies, Parted]]) -> Finding | None:

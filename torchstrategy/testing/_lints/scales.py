@@ -16,7 +16,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Backward, Facts, address_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
-from torchstrategy.testing._lints.known import Known
+from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import has_hook_of_gradients
@@ -131,7 +131,8 @@ class Scales(Lint):
 
     def _scaled_a_number(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Notes where a single number is divided by the number of ranks, and the line says that it is this number."""
-        if facts.size < 2 or args[0].dim() or result.dim():
+        is_number = is_plain(args[0]) and not args[0].dim() and not result.dim()
+        if facts.size < 2 or not is_number:
             return
         number, known = _number(args[1]), self._divided[facts.rank]
         before = known.get(args[0])
@@ -148,11 +149,11 @@ class Scales(Lint):
 
 
 def accumulated(calls: Sequence[Backward]) -> list[Backward]:
-    """Those calls at one place that add to gradients of the same parameters, if there are several."""
-    by_place: dict[Place, list[Backward]] = defaultdict(list)
+    """Those calls, through the same lines, that add to gradients of the same parameters, if there are several."""
+    by_way: dict[tuple[Place, ...], list[Backward]] = defaultdict(list)
     for call in calls:
-        by_place[call.place].append(call)
-    several = max(by_place.values(), key=len, default=[])
+        by_way[call.way].append(call)
+    several = max(by_way.values(), key=len, default=[])
     return several if len(several) > 1 and set.intersection(*(call.changed for call in several)) else []
 
 

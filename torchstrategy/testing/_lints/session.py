@@ -18,12 +18,14 @@ from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.losses import leaves_of, terms_of
 from torchstrategy.testing._lints.means import Means
-from torchstrategy.testing._lints.places import here
+from torchstrategy.testing._lints.places import way_here
 from torchstrategy.testing._lints.replicas import Replicas
 from torchstrategy.testing._lints.rows import Rows
 from torchstrategy.testing._lints.scales import Scales
-from torchstrategy.testing._ranks.lines import is_called_by_torch
+from torchstrategy.testing._ranks.lines import is_called_by_a_library
 from torchstrategy.testing._ranks.witnesses import Told
+
+_MOST_BACKWARDS = 1000  # without a step
 
 
 @final
@@ -93,17 +95,18 @@ class Session:
     def calls(self, rank: int, wrapped: Any, args: Sequence[Any]) -> None:
         """Such a model is called."""
         facts, is_training = self.facts(rank), torch.is_grad_enabled() and wrapped.training
+        is_synchronized = wrapped.require_backward_grad_sync
         for model in facts.models:
             if model.model() is wrapped and is_training:
                 facts.called.add(model.key)
-                if wrapped.require_backward_grad_sync:
+                if is_synchronized:
                     facts.synchronized.add(model.key)
                 for lint in self._lints:
                     lint.calls(facts, model, args)
 
     def told(self, told: Told) -> None:
         """A rank comes to a collective."""
-        facts, is_of_torch = self.facts(told.rank), is_called_by_torch()
+        facts, is_of_torch = self.facts(told.rank), is_called_by_a_library()
         if told.kind in ("all_reduce", "reduce_scatter") and not is_of_torch:
             for tensor in told.gives:
                 if (address := address_of(tensor)) in facts.addresses:
@@ -121,14 +124,16 @@ class Session:
             facts.leaves |= {id(leaf): weakref.ref(leaf) for loss in losses for leaf in leaves_of(loss)}
         terms = terms_of(losses[0], facts.scale) if len(losses) == 1 else []
         self._gradients_before[rank] = _gradients(facts)
-        return Backward(here(), terms, is_plain and len(losses) == 1, set())
+        way = way_here()
+        return Backward(way[0], way, terms, is_plain and len(losses) == 1, set())
 
     def went_back(self, rank: int, call: Backward) -> None:
         """It is over."""
         facts, before = self.facts(rank), self._gradients_before.pop(rank, {})
         after = _gradients(facts)
         call.changed |= {own for own, there in after.items() if before.get(own) != there}
-        facts.backwards.append(call)
+        if len(facts.backwards) < _MOST_BACKWARDS:
+            facts.backwards.append(call)
         facts.gradients = {own: address for own, (address, _) in after.items()}
         facts.addresses = set(facts.gradients.values())
         facts.factors = {}

@@ -125,7 +125,8 @@ class Watch:
     def _before(self, method: Method, tell: Method) -> Method:
         @functools.wraps(method)
         def told(*args: Any, **kwargs: Any) -> Any:
-            tell(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                tell(*args, **kwargs)
             return method(*args, **kwargs)
 
         return told
@@ -134,7 +135,8 @@ class Watch:
         @functools.wraps(method)
         def told(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
-            tell(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                tell(*args, **kwargs)
             return result
 
         return told
