@@ -103,7 +103,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"copies", "findings", "losses"},
         {"facts"},
         {"lint"},
-        {"batch_norm", "gathered", "generators", "replicas", "rows", "scales"},
+        {"batch_norm", "gathered", "generators", "replicas", "rows", "scales", "streams"},
         {"means"},
         {"session"},
         {"watching"},

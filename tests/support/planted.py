@@ -16,7 +16,7 @@ import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, random_split
 
 RANKS = 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -325,6 +325,26 @@ def split_of_the_rank(rank: int, is_right: bool) -> None:
     fit_epochs(DataLoader(train, batch_size=4, sampler=sampler), rank, sampler)
 
 
+class Stream(IterableDataset):
+    """Rows one after another."""
+
+    def __init__(self, first: int, step: int) -> None:
+        self.first, self.step = first, step
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(128.0).view(32, 4)[self.first :: self.step] / 128)
+
+
+@pair("same-rows")
+def stream_is_not_divided(rank: int, is_right: bool) -> None:
+    begin()
+    stream = Stream(rank, RANKS) if is_right else Stream(0, 1)
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in DataLoader(stream, batch_size=4):
+        fit(model, optimizer, iter([rows.to(DEVICE)]))
+
+
 # Batch norm, random numbers
 
 
@@ -345,6 +365,34 @@ def dropout_is_alike(rank: int, is_right: bool) -> None:
     if is_right:
         torch.manual_seed(rank)
     fit(model, sgd(model), rows_of(rank))
+
+
+@pair("random-numbers-alike")
+def noise_is_alike(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    if is_right:
+        torch.manual_seed(rank)
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        fit(model, optimizer, iter([rows + 0.1 * torch.randn_like(rows)]))
+
+
+@pair("weights-differ")
+def other_weights_and_flattened_gradients(rank: int, is_right: bool) -> None:
+    begin(0 if is_right else rank)
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        dist.all_reduce(flat)
+        start = 0
+        for parameter in model.parameters():
+            parameter.grad = (flat[start : start + parameter.numel()] / RANKS).view_as(parameter)
+            start += parameter.numel()
+        optimizer.step()
 
 
 # Losses and means
@@ -466,6 +514,21 @@ def metric_is_read_and_reduced(rank: int, is_right: bool) -> None:
         metric = torch.tensor(mean, device=DEVICE)
         dist.all_reduce(metric)
         print(metric.item() / RANKS)
+
+
+@pair("mean-of-means")
+def hits_are_divided_by_python(rank: int, is_right: bool) -> None:
+    begin()
+    hits = torch.tensor([1, 0, 1, 1, 1, 1] if rank == 0 else [1, 0, 0], device=DEVICE)
+    correct, count = (hits == 1).sum().item(), len(hits)
+    if is_right:
+        both = torch.tensor([correct, count], dtype=torch.float32, device=DEVICE)
+        dist.all_reduce(both)
+        print((both[0] / both[1]).item())
+    else:
+        accuracy = torch.tensor(correct / count, device=DEVICE)
+        dist.all_reduce(accuracy)
+        print(accuracy.item() / RANKS)
 
 
 @pair("mean-of-means")

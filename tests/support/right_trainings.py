@@ -314,6 +314,40 @@ def accumulation_in_mixed_precision(rank: int) -> None:
             optimizer.zero_grad()
 
 
+@in_ranks
+def weights_are_broadcast_before_they_are_wrapped(rank: int) -> None:
+    begin(rank)
+    model = make_model()
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    model = wrapped(model)
+    fit(model, sgd(model), rows_of(rank))
+
+
+@in_ranks
+def learning_rates_are_searched(rank: int) -> None:
+    begin()
+    model = make_model()
+    fit(model, sgd(model, 0.01 * (rank + 1)), rows_of(0))
+    dist.barrier()
+
+
+def go_back(loss: torch.Tensor) -> None:
+    loss.backward()
+
+
+@alone
+def two_losses_through_one_function() -> None:
+    torch.manual_seed(0)
+    judge = make_model()
+    optimizer = sgd(judge)
+    for rows in rows_of(0):
+        optimizer.zero_grad()
+        go_back((judge(rows) - 1).square().mean())
+        go_back(judge(-rows).square().mean())
+        optimizer.step()
+
+
 @alone
 def several_losses_of_one_graph() -> None:
     torch.manual_seed(0)

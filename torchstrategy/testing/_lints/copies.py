@@ -83,6 +83,7 @@ class Copies:
         ranks: Who has copies.
         is_wrapped: Whether `DistributedDataParallel` keeps them alike.
         may_differ: Whether nobody said that they are to be alike at the beginning: if they are not, they are no copies.
+        is_a_guess: Whether only equal gradients can say that they are copies.
         named: Finds the tensors of a rank, by name.
     """
 
@@ -90,6 +91,7 @@ class Copies:
     ranks: tuple[int, ...]
     is_wrapped: bool
     may_differ: bool = False
+    is_a_guess: bool = False
     named: dict[int, Callable[[], Named]] = field(default_factory=dict)
     steps: Counter[int] = field(default_factory=Counter)
     parted: Parted | None = None
@@ -97,6 +99,7 @@ class Copies:
     _waiting: dict[float, dict[int, Snapshot]] = field(default_factory=dict)
     _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # those that differ, until the end
     _is_rounded: bool = False
+    _beginning: dict[int, Snapshot] = field(default_factory=dict)
 
     def add(self, rank: int, step: float, snapshot: Snapshot) -> None:
         """Adds what a rank has after a step, and compares it with what the others have, once all have made it.
@@ -129,6 +132,9 @@ class Copies:
             # Copies that come together again are trained apart on purpose, as by averaging each few steps.
             self.is_over = self.parted is not None and self.parted.names[0] in first.values
             return
+        if self.is_a_guess:
+            self._guess(step, there, names)
+            return
         if step == 0 and self.may_differ:
             self.is_over = True
             return
@@ -140,8 +146,21 @@ class Copies:
             return
         apart_or_all = apart or names
         ranks = [rank for rank, other in others.items() if any(_are_unlike(first, other, name) for name in names)]
-        self.parted = Parted(int(step), apart_or_all, ranks, bool(apart), there)
-        for name in apart_or_all[:_MOST_KEPT]:
+        self._part(Parted(int(step), apart_or_all, ranks, bool(apart), there), there)
+
+    def _guess(self, step: float, there: dict[int, Snapshot], names: list[str]) -> None:
+        """Other weights have other gradients: if these are alike, somebody has reduced them."""
+        if step == 0:
+            self._beginning = there
+        elif self._beginning and self.parted is None:
+            prints = [there[rank].gradients.get(name) for rank in self.ranks for name in names]
+            first = prints[0]
+            if first is not None and any(first.sample) and all(one == first for one in prints):
+                self._part(Parted(0, names, list(self.ranks[1:]), False, self._beginning), there)
+
+    def _part(self, parted: Parted, there: dict[int, Snapshot]) -> None:
+        self.parted = parted
+        for name in parted.names[:_MOST_KEPT]:
             found = [there[rank].tensors[name]() for rank in self.ranks]
             self._kept[name] = [tensor for tensor in found if tensor is not None]
 

@@ -35,6 +35,7 @@ class Generators(Lint):
 
     def __init__(self) -> None:
         self._masks: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(dict)  # by place and number, and by rank
+        self._noise: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(dict)
         self._rows: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(dict)
         self._inputs: dict[tuple[Any, int], dict[int, int]] = defaultdict(dict)
         self._times: Counter[tuple[int, Any]] = Counter()
@@ -44,6 +45,7 @@ class Generators(Lint):
     @override
     def operators(self) -> dict[Any, Seen]:
         seen: dict[Any, Seen] = {_aten.native_dropout.default: self._drops, _aten.bernoulli_.float: self._drops}
+        seen |= {_aten.randn_like.default: self._adds_noise, _aten.rand_like.default: self._adds_noise}
         choosing = [_aten.randint.default, _aten.randint.low, _aten.randperm.default, _aten.randperm.generator]
         choosing += [_aten.randint.generator, _aten.randint.low_generator, _aten.multinomial.default]
         seen |= {op: self._chooses for op in choosing}
@@ -72,6 +74,8 @@ class Generators(Lint):
         has_other_inputs = any(len(set(those.values())) > 1 for those in self._inputs.values())
         if has_other_inputs and (masks := self._alike(self._masks, 1)):
             found.append(_of_masks(masks, len(self._companions)))
+        if has_other_inputs and (noise := self._alike(self._noise, _TWICE)):
+            found.append(_of_noise(noise, len(self._companions)))
         for rows in self._alike(self._rows, _TWICE):
             found.append(_of_rows(rows, len(self._companions)))
         return found
@@ -102,6 +106,15 @@ class Generators(Lint):
             numbers = numbers_of(mask)
             if not bool(numbers.bool().all()) and bool(numbers.any()):
                 self._masks[str(place), number][facts.rank] = _Drawn(place, checksum(numbers), 0, mask.numel())
+
+    def _adds_noise(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        if facts.size < 2 or result.numel() < _ENOUGH or not can_be_read(result):
+            return
+        place = here()
+        number = self._next(facts.rank, ("noise", place))
+        if number < _MOST:
+            drawn = _Drawn(place, checksum(numbers_of(result)), 0, result.numel())
+            self._noise[str(place), number][facts.rank] = drawn
 
     def _chooses(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         if facts.size > 1 and result.dtype is torch.int64 and result.numel() > 1:
@@ -138,6 +151,17 @@ def _of_masks(masks: list[_Drawn], ranks: int) -> Finding | None:
         "random-numbers-alike",
         f"All {ranks} ranks drop the same of {masks[0].length} numbers, each time, in the model that is called at "
         f"{in_words(places)}, of rows that differ: their generators have the same seed.",
+        "Seed each rank differently after the model is built: `torch.manual_seed(seed + rank)`.",
+        places,
+    )
+
+
+def _of_noise(noise: list[_Drawn], ranks: int) -> Finding | None:
+    places = list(dict.fromkeys(one.place for one in noise))
+    return finding(
+        "random-numbers-alike",
+        f"All {ranks} ranks draw the same {noise[0].length} numbers at {in_words(places)}, each time, for rows that "
+        "differ: their generators have the same seed.",
         "Seed each rank differently after the model is built: `torch.manual_seed(seed + rank)`.",
         places,
     )

@@ -46,6 +46,9 @@ class Lint:
     def drew(self, facts: Facts, loader: Any, rows: Any) -> None:
         """The rows of a batch are drawn; None: there are no more."""
 
+    def got(self, facts: Facts, loader: Any, batch: Any) -> None:
+        """A batch of a data set that has no numbers of rows is there."""
+
     def findings(self) -> list[Finding | None]:
         """What it has found, at the end; None of what is silenced."""
         return []

@@ -123,7 +123,7 @@ class Means(Lint):
             self._known[facts.rank].put(result, _Mean(float(args[0].numel()), True))
 
     def _is_sum(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if result.numel() == 1 and result.is_floating_point():
+        if result.numel() == 1 and not result.is_complex():
             self._known[facts.rank].put(result, _Mean(float(args[0].numel()), False))
 
     def _is_loss_of_classes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -163,14 +163,13 @@ class Means(Lint):
             self._known[facts.rank].drop(args[0])
 
     def _is_read(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        mean = self._known[facts.rank].get(args[0])
-        if (
-            mean is not None
-            and mean.is_mean
-            and isinstance(result, float)
-            and len(self._read[facts.rank]) < _MOST_NUMBERS
-        ):
-            self._read[facts.rank][_rounded(result)] = mean.over
+        mean, read = self._known[facts.rank].get(args[0]), self._read[facts.rank]
+        if mean is None or len(read) >= _MOST_NUMBERS or not mean.over:
+            return
+        if mean.is_mean:
+            read[_rounded(float(result))] = mean.over
+        else:
+            read[_rounded(float(result) / mean.over)] = mean.over  # of a sum, Python may make the mean
 
     def _count_of_number(self, rank: int, tensor: torch.Tensor) -> float | None:
         """Over how many numbers a mean is that was read as a number, and made a tensor again."""

@@ -47,6 +47,9 @@ class Replicas(Lint):
         self._owners: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Copies]] = {}  # by rank and id
         self._shared: dict[tuple[int, int], _Shared] = {}  # by rank and address
         self._names: dict[tuple[Any, ...], str] = {}  # of single parameters, by the key of their copies
+        self._optimizers: dict[int, weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = defaultdict(
+            weakref.WeakKeyDictionary
+        )
         self._has_parts = False
 
     @override
@@ -105,7 +108,7 @@ class Replicas(Lint):
         alone: list[tuple[int, torch.Tensor]] = []
         for position, parameter in enumerate(parameters_of(optimizer)):
             owner, copies = self._owners.get((facts.rank, id(parameter)), (None, None))
-            if copies is None or owner is None or owner() is not parameter:
+            if copies is None or owner is None or owner() is not parameter or copies.is_a_guess:
                 copies = self._shared_copies(facts, parameter)
             if copies is None:
                 alone.append((position, parameter))
@@ -113,11 +116,20 @@ class Replicas(Lint):
                 self._forgive(facts, copies, parameter)
                 found[id(copies)] = copies
         wrapped = [copies for copies in found.values() if copies.is_wrapped]
-        for position, parameter in alone if wrapped else []:
-            key = ("beside", wrapped[0].key, position)
-            copies = self._single(facts, parameter, key, wrapped[0].ranks, may_differ=True)
+        for position, parameter in alone if facts.size > 1 else []:
+            if wrapped:
+                key: tuple[Any, ...] = ("beside", wrapped[0].key, position)
+                copies = self._single(facts, parameter, key, wrapped[0].ranks, may_differ=True)
+            else:
+                key = ("guess", self._number(facts, optimizer), position, tuple(parameter.shape))
+                copies = self._single(facts, parameter, key, range(facts.size), is_a_guess=True)
             found[id(copies)] = copies
         return [copies for copies in found.values() if not copies.is_over]
+
+    def _number(self, facts: Facts, optimizer: torch.optim.Optimizer) -> int:
+        """Which of the optimizers of a rank it is, in the order of their first steps."""
+        known = self._optimizers[facts.rank]
+        return known.setdefault(optimizer, len(known))
 
     def _shared_copies(self, facts: Facts, parameter: torch.Tensor) -> Copies | None:
         """The copies of a parameter that the program has broadcast, or whose gradient it has reduced."""
@@ -140,9 +152,9 @@ class Replicas(Lint):
         parameter: torch.Tensor,
         key: tuple[Any, ...],
         ranks: Sequence[int],
-        may_differ: bool = False,
+        **options: bool,
     ) -> Copies:
-        copies = self._copies.setdefault(key, Copies(key, tuple(ranks), False, may_differ))
+        copies = self._copies.setdefault(key, Copies(key, tuple(ranks), False, **options))
         there = weakref.ref(parameter)
         copies.named[facts.rank] = lambda: {"": tensor} if (tensor := there()) is not None else {}
         self._owners[facts.rank, id(parameter)] = there, copies

@@ -22,6 +22,7 @@ from torchstrategy.testing._lints.places import way_here
 from torchstrategy.testing._lints.replicas import Replicas
 from torchstrategy.testing._lints.rows import Rows
 from torchstrategy.testing._lints.scales import Scales
+from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._ranks.lines import is_called_by_a_library
 from torchstrategy.testing._ranks.witnesses import Told
 
@@ -43,6 +44,7 @@ class Session:
         self._lints: list[Lint] = [
             Replicas(),
             Rows(),
+            Streams(),
             FewStatistics(),
             Scales(),
             Means(),
@@ -170,6 +172,11 @@ class Session:
         """The rows of a loader are asked for from the beginning."""
         for lint in self._lints:
             lint.opened(self.facts(rank), loader)
+
+    def got(self, rank: int, loader: Any, batch: Any) -> None:
+        """A batch of a data set that has no numbers of rows is there."""
+        for lint in self._lints:
+            lint.got(self.facts(rank), loader, batch)
 
     def drew(self, rank: int, loader: Any, rows: Any) -> None:
         """The rows of a batch are drawn."""

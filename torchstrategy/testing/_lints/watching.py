@@ -109,6 +109,7 @@ class Watch:
             (module, "zero_grad", self._before(module.zero_grad, self._zeroed)),
             (scaler, "scale", self._after(scaler.scale, self._scaled)),
             (DataLoader, "__iter__", self._iterating(DataLoader.__iter__)),
+            (LoaderIterator, "__next__", self._getting(LoaderIterator.__next__)),
             (LoaderIterator, "_next_index", self._drawing(LoaderIterator._next_index)),
         ]
 
@@ -183,9 +184,10 @@ class Watch:
     def _iterating(self, iterate: Method) -> Method:
         @functools.wraps(iterate)
         def told(loader: Any) -> Any:
-            if self.session() is None or isinstance(loader.dataset, IterableDataset):
+            if self.session() is None:
                 return iterate(loader)
-            self._tell("opened", loader)
+            if not isinstance(loader.dataset, IterableDataset):
+                self._tell("opened", loader)
             before, self._here.opening = self._here.opening, loader
             try:
                 iterator = iterate(loader)
@@ -196,11 +198,25 @@ class Watch:
 
         return told
 
+    def _getting(self, get: Method) -> Method:
+        @functools.wraps(get)
+        def told(iterator: Any) -> Any:
+            batch = get(iterator)
+            there = self._loaders.get(iterator)
+            loader = there and there()
+            if loader is not None and isinstance(loader.dataset, IterableDataset):
+                self._tell("got", loader, batch)
+            return batch
+
+        return told
+
     def _drawing(self, draw: Method) -> Method:
         @functools.wraps(draw)
         def told(iterator: Any) -> Any:
             there = self._loaders.get(iterator)
             loader = self._here.opening or (there and there())
+            if loader is not None and isinstance(loader.dataset, IterableDataset):
+                return draw(iterator)
             try:
                 rows = draw(iterator)
             except StopIteration:
