@@ -49,7 +49,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ("testing",): [
         {"_simulation"},
         {"_ranks"},
-        {"_virtual_time"},
+        {"_lints", "_virtual_time"},
         {"_runner"},  # up to here, nothing knows a strategy: see `WITHOUT_STRATEGIES`
         {"_instruments", "_refusals"},
         {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_replica_clocks", "_topologies"},
@@ -90,8 +90,9 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"limits", "virtual_time"},
     ],
     ("testing", "_ranks"): [
-        {"imports", "injection", "orders", "process", "record", "swaps", "torch_internals"},
-        {"lines", "moments", "tensors", "turns"},
+        {"imports", "injection", "orders", "process", "record", "swaps", "torch_internals", "witnesses"},
+        {"turns"},
+        {"lines", "moments", "tensors"},
         {"names"},
         {"exchanges"},
         {"world"},
@@ -100,6 +101,19 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"alone"},
         {"run_ranks"},
         {"marked_tests"},
+    ],
+    ("testing", "_lints"): [
+        {"torch_internals"},
+        {"known", "places"},
+        {"fingerprints"},
+        {"copies", "findings", "losses"},
+        {"facts"},
+        {"lint"},
+        {"batch_norm", "gathered", "generators", "replicas", "rows", "scales", "streams"},
+        {"means"},
+        {"session"},
+        {"watching"},
+        {"lint_training"},
     ],
     ("testing", "_runner"): [
         {"deep_alias", "launching", "messages", "observer", "output", "prediction", "programs"},
@@ -121,7 +135,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
 
 
 # The rooms whose users need no strategy, and the words of the core that they may use: those that know no strategy.
-WITHOUT_STRATEGIES = {("testing", room) for room in ("_simulation", "_virtual_time", "_ranks", "_runner")}
+WITHOUT_STRATEGIES = {("testing", room) for room in ("_simulation", "_virtual_time", "_ranks", "_lints", "_runner")}
 _BASE = ("errors", "expanded", "recurrent_layers", "torch_internals", "trace", "worker_threads")
 BASE_WORDS = {("_core", word) for word in _BASE}
 
@@ -318,6 +332,7 @@ def private_torch_names(tree: ast.AST) -> Iterator[str]:
 
 OF_PRIVATE_NAMES = {
     ("_core", "torch_internals"),
+    ("testing", "_lints", "torch_internals"),
     ("testing", "_ranks", "torch_internals"),
     ("testing", "_simulation", "torch_internals"),
 }

@@ -5,6 +5,7 @@ from torchstrategy.testing._counters import Traffic, count_traffic
 from torchstrategy.testing._drift import assert_replicas_agree
 from torchstrategy.testing._faults import fail_in_replica, slow_replica
 from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks
+from torchstrategy.testing._lints import Finding, TrainingRecord, lint_training
 from torchstrategy.testing._lockstep import Lockstep
 from torchstrategy.testing._ranks import Collective, RankRecord, RanksStopped, fail_in_rank, run_ranks
 from torchstrategy.testing._replica_clocks import clocks_of_replicas as _clocks_of_replicas
@@ -17,10 +18,12 @@ from torchstrategy.testing._worker_drift import assert_workers_agree
 __all__ = [
     "Collective",
     "DeviceProfile",
+    "Finding",
     "Lockstep",
     "RankRecord",
     "RanksStopped",
     "Traffic",
+    "TrainingRecord",
     "VirtualTrace",
     "assert_replicas_agree",
     "assert_same_as_plain",
@@ -29,6 +32,7 @@ __all__ = [
     "cuda_alias",
     "fail_in_rank",
     "fail_in_replica",
+    "lint_training",
     "no_leaks",
     "no_scope_leaks",
     "no_thread_leaks",

@@ -9,6 +9,7 @@ names            what the user's program calls a tensor
 swaps            collectives that ranks call in another order, though they fit together
 tensors          numbers taken from tensors, and brought to them
 moments          when ranks come to a collective, and have what they get
+witnesses        who is told of each collective
 exchanges        what ranks bring to a collective, and what they get
 world            the ranks of a run, and what they exchange
 store            the store of `torch.distributed`

@@ -13,6 +13,7 @@ from torchstrategy.testing._ranks.exchanges import Call, Part, Settle, Values
 from torchstrategy.testing._ranks.store import RankStore
 from torchstrategy.testing._ranks.tensors import name_of, reduced
 from torchstrategy.testing._ranks.torch_internals import after_backward
+from torchstrategy.testing._ranks.witnesses import Told, tell
 from torchstrategy.testing._ranks.world import World
 
 _Work: Any = dist.Work
@@ -265,8 +266,10 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         self._world.finish_before(self._me, self._key, [*shown, *gives, *gets])
         self._calls += 1
         name = f"#{self._calls}{self._in_words}"
+        key = (self._key, self._calls)
+        tell(Told(self._me, self._ranks, key, kind, options.get("detail", ""), gives, gets))
         call = Call(kind, shown, gives, gets, settle, group=self._key, **options)
-        return self._work(self._world.meet(self._me, (self._key, self._calls), self._ranks, name, call))
+        return self._work(self._world.meet(self._me, key, self._ranks, name, call))
 
     def _come_to(self, kind: str) -> None:
         self._world.turns.pause(self._me)

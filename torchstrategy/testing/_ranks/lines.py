@@ -22,6 +22,35 @@ def is_called_by_torch() -> bool:
     return True
 
 
+def is_called_by_a_library() -> bool:
+    """Whether it was code of torch, or of this library, that called a collective."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        is_between = module in ENTRANCES or module == "contextlib" or module.startswith("torchstrategy.testing")
+        if not is_between:
+            return module.partition(".")[0] in ("torch", "torchstrategy")
+        frame = frame.f_back
+    return True
+
+
+def places_of_the_user() -> list[tuple[str, int]]:
+    """The files and numbers of the lines that are neither torch's nor this library's, the innermost first.
+
+    Lines of installed packages come last: a program cannot change them.
+    """
+    own: list[tuple[str, int]] = []
+    installed: list[tuple[str, int]] = []
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
+            file = frame.f_code.co_filename
+            is_installed = "site-packages" in file or "dist-packages" in file
+            (installed if is_installed else own).append((file, frame.f_lineno))
+        frame = frame.f_back
+    return own + installed
+
+
 def line_of_the_user() -> str:
     """The innermost line that is neither torch's nor this library's: `train.py:31`."""
     frame: FrameType | None = inspect.currentframe()

@@ -13,6 +13,7 @@ from typing import Any, final
 import torch.multiprocessing as mp
 
 from torchstrategy._core.errors import plural
+from torchstrategy.testing._lints import Finding, Watch
 from torchstrategy.testing._ranks.alone import world_of_one
 from torchstrategy.testing._ranks.orders import with_a_seed
 from torchstrategy.testing._ranks.process import put_back_builtins, take_builtins
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=DEVICE,
         prediction=run.prediction,
         notes=run.notes(),
+        findings=run.findings,
     )
     is_written = output.write(f"\n{report}\n")
     try:
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         output.write(f"torchstrategy.testing.run: the report could not be written: {error}\n")
         is_written = False
-    is_bad = not is_written or (options.strict and run.races)
+    is_bad = not is_written or (options.strict and (run.races or run.findings))
     return status or int(bool(is_bad))
 
 
@@ -114,7 +116,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="what torch.compile does in place of inductor, which writes kernels for a GPU; default: aot_eager",
     )
     parser.add_argument("--stop-after", type=_positive, metavar="N", help="end it after N steps of an optimizer")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if streams race")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if streams race, or lints find something")
     parser.add_argument("--json", metavar="FILE", help="write the numbers of the report there, too")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
     parser.add_argument("program", help="a script")
@@ -154,6 +156,7 @@ class _Run:
         self.record = RankRecord()
         self.has_ranks = options.ranks is not None
         self.races: list[str] = []
+        self.findings: list[Finding] = []
         self.prediction: Prediction | None = None
         self.spelling: str | None = None  # of the argument that each rank is given besides
 
@@ -166,10 +169,14 @@ class _Run:
             self._predict(block)
             streams = block.enter_context(record_streams(check=False))
             block.enter_context(observing(self.observer))
+            watch = Watch()
+            self.observer.also = watch.operator
+            block.enter_context(watch.watching())
             block.enter_context(_spawning(self._spawn))
             block.enter_context(deep_alias() if self._options.as_cuda else cuda_alias())
             status = self._status_of(self._run)
         self.races = [in_words_of_cuda(race) for race in streams.races]
+        self.findings = watch.findings()
         return status
 
     def _run(self) -> None:

@@ -56,6 +56,7 @@ class Observer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = Observations()
         self.after_step: Callable[[], None] = lambda: None  # called by the program, or by its first rank
+        self.also: Callable[..., None] | None = None  # called with each operator, its arguments and its result
         self._most_steps, self._progress = most_steps, progress
         self._most: Counter[int] = Counter()  # by thread
         self._steps_of: Counter[tuple[int, int]] = Counter()  # by thread and optimizer
@@ -74,6 +75,8 @@ class Observer(TorchDispatchMode):
                 self._copied(source, target, waits)
         elif func in _WAITING and is_simulated(args[0]):
             self.waited(_WAITING[func])
+        if self.also is not None:
+            self.also(func, args, options, result)
         return result
 
     def waited(self, why: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torchstrategy._core.errors import plural
+from torchstrategy.testing._lints import Finding
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._runner.observer import Observations
 from torchstrategy.testing._runner.prediction import Prediction
@@ -31,6 +32,7 @@ class Report:
         device: What devices are called: `cuda` or `sim`.
         prediction: How long it would take on GPUs; None if nobody asked.
         notes: What was done in another way than the program says, a line for each.
+        findings: What lints have found.
     """
 
     program: str
@@ -42,6 +44,7 @@ class Report:
     device: str
     prediction: Prediction | None = None
     notes: Sequence[str] = ()
+    findings: Sequence[Finding] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The numbers of the report, for other programs."""
@@ -69,6 +72,7 @@ class Report:
             ],
             "peak_bytes": {f"{self.device}:{index}": peak for index, peak in enumerate(self.peaks)},
             "races": list(self.races),
+            "findings": [finding.as_json() for finding in self.findings],
             "collectives": None if self.collectives is None else _collectives(self.collectives),
             "ranks": None if self.collectives is None else self._ranks_as_json(self.collectives),
             "predicted": None if self.prediction is None else self.prediction.as_json(len(self.peaks)),
@@ -93,6 +97,8 @@ class Report:
                 *[f"  {self.device}:{index}  {_bytes(peak)}" for index, peak in enumerate(self.peaks)],
                 *self._told(),
                 *([] if self.prediction is None else self.prediction.lines()),
+                *([f"Findings: {len(self.findings)}"] if self.findings else []),
+                *[f"  {finding}" for finding in self.findings],
                 f"Races: {len(self.races) or 'none'}",
                 *[f"  {race}" for race in self.races],
             ]

@@ -62,6 +62,11 @@ def unwatched() -> Iterator[None]:
         _here.is_silent = before
 
 
+def is_unwatched() -> bool:
+    """Whether this thread is in a block of `unwatched`."""
+    return _here.is_silent
+
+
 @final
 class _Here(threading.local):
     is_watched = False  # by an outer block, which tells all listeners

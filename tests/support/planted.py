@@ -1,0 +1,633 @@
+"""Programs with one planted mistake each, and their right twins: what lints have to name, and must not.
+
+Each takes its rank and whether it `is_right`. They differ in a line or two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, random_split
+
+RANKS = 2
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Pair(NamedTuple):
+    """A program with a mistake.
+
+    Attributes:
+        lint: Which lint names it.
+        main: The program, called with its rank and whether it is right.
+        has_ranks: Whether it is for torchrun.
+    """
+
+    lint: str
+    main: Callable[[int, bool], None]
+    has_ranks: bool = True
+
+
+PAIRS: dict[str, Pair] = {}
+
+
+def pair(lint: str, has_ranks: bool = True) -> Callable[[Callable[[int, bool], None]], Callable[[int, bool], None]]:
+    def add(main: Callable[[int, bool], None]) -> Callable[[int, bool], None]:
+        PAIRS[main.__name__] = Pair(lint, main, has_ranks)
+        return main
+
+    return add
+
+
+def begin(seed: int = 0) -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    torch.manual_seed(seed)
+
+
+def make_model(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), *more, nn.ReLU(), nn.Linear(8, 1)).to(DEVICE)
+
+
+def wrapped(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, **options)
+
+
+def rows_of(rank: int, steps: int = 3, rows: int = 4) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(steps):
+        yield torch.randn(rows, 4, generator=generator).to(DEVICE)
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[torch.Tensor]) -> None:
+    for rows in batches:
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+
+
+# Weights and gradients
+
+
+@pair("gradient-not-reduced")
+def no_sync_around_all(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank, 6)):
+        is_last = step % 2 == 1
+        with nullcontext() if is_last and is_right else model.no_sync():
+            (model(rows).square().mean() / 2).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pair("gradient-not-reduced")
+def module_called_past_the_wrapper(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    fit(model if is_right else model.module, sgd(model), rows_of(rank))
+
+
+@pair("gradient-not-reduced")
+def head_is_not_wrapped(rank: int, is_right: bool) -> None:
+    begin()
+    body, head = nn.Linear(4, 8).to(DEVICE), nn.Linear(8, 1).to(DEVICE)
+    whole = nn.Sequential(wrapped(body), wrapped(head) if is_right else head)
+    fit(whole, sgd(whole), rows_of(rank))
+
+
+@pair("gradient-not-reduced")
+def gradient_of_a_bias_is_left_out(rank: int, is_right: bool) -> None:
+    begin()
+    model = make_model()
+    optimizer = sgd(model)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        for parameter in model.parameters():
+            if is_right or parameter.dim() > 1:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= RANKS
+        optimizer.step()
+
+
+@pair("gradient-not-reduced")
+def loss_is_added_after_backward(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        if not is_right:
+            for parameter in model.parameters():
+                parameter.grad += 0.1 * rows.mean() * parameter.detach()
+        optimizer.step()
+
+
+@pair("weights-differ")
+def seed_of_the_rank_before_the_model(rank: int, is_right: bool) -> None:
+    begin(0 if is_right else rank)
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= RANKS
+        optimizer.step()
+
+
+@pair("weights-differ")
+def checkpoint_loaded_on_one_rank(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    state = {name: torch.full_like(tensor, 0.1) for name, tensor in model.state_dict().items()}
+    if is_right or rank == 0:
+        model.load_state_dict(state)
+    fit(model, sgd(model), rows_of(rank))
+
+
+@pair("replicas-part")
+def learning_rate_of_the_rank(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    fit(model, sgd(model, 0.1 if is_right else 0.1 * (rank + 1)), rows_of(rank))
+
+
+@pair("replicas-part")
+def weights_are_clamped_on_one_rank(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        fit(model, optimizer, iter([rows]))
+        if is_right or rank == 0:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.1, 0.1)
+
+
+class Centered(nn.Module):
+    """Subtracts a running mean."""
+
+    def __init__(self, is_right: bool) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.inner, self.is_right = make_model(), is_right
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        mean = rows.mean(0)
+        if self.is_right:
+            dist.all_reduce(mean)
+            mean = mean / RANKS
+        self.center.mul_(0.9).add_(mean, alpha=0.1)
+        return self.inner(rows - self.center)
+
+
+@pair("replicas-part")
+def buffer_of_one_rank(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(Centered(is_right).to(DEVICE))
+    fit(model, sgd(model), rows_of(rank))
+
+
+# Rows
+
+
+def fit_epochs(loader: DataLoader[Any], rank: int, sampler: Any = None, lr: float = 0.01) -> None:
+    model = wrapped(make_model())
+    optimizer = sgd(model, lr)
+    for epoch in range(3):
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        for (rows,) in loader:
+            fit(model, optimizer, iter([rows.to(DEVICE)]))
+
+
+def data(rows: int = 32) -> TensorDataset:
+    return TensorDataset(torch.arange(4.0 * rows).view(rows, 4) / (4 * rows))
+
+
+@pair("same-rows")
+def no_sampler(rank: int, is_right: bool) -> None:
+    begin()
+    sampler = DistributedSampler(data()) if is_right else None
+    fit_epochs(DataLoader(data(), batch_size=4, shuffle=sampler is None, sampler=sampler), rank, sampler)
+
+
+@pair("same-rows")
+def sampler_of_rank_0(rank: int, is_right: bool) -> None:
+    begin()
+    sampler = DistributedSampler(data(), num_replicas=RANKS, rank=rank if is_right else 0)
+    fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler)
+
+
+@pair("same-rows")
+def sampler_with_a_seed_of_the_rank(rank: int, is_right: bool) -> None:
+    begin()
+    sampler = DistributedSampler(data(), seed=0 if is_right else rank)
+    fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler)
+
+
+@pair("same-rows")
+def every_rank_shuffles_all_rows(rank: int, is_right: bool) -> None:
+    begin(rank)
+    whole = data()
+    mine = Subset(whole, range(rank, len(whole), RANKS)) if is_right else whole
+    fit_epochs(DataLoader(mine, batch_size=4, shuffle=True), rank)
+
+
+@pair("same-rows")
+def rows_chosen_alike(rank: int, is_right: bool) -> None:
+    begin()
+    model, rows = wrapped(make_model()), torch.randn(64, 4)
+    optimizer = sgd(model)
+    generator = torch.Generator().manual_seed(rank if is_right else 0)
+    for _ in range(3):
+        index = torch.randint(len(rows), (8,), generator=generator)
+        fit(model, optimizer, iter([rows[index].to(DEVICE)]))
+
+
+@pair("same-order")
+def set_epoch_is_missing(rank: int, is_right: bool) -> None:
+    begin()
+    sampler = DistributedSampler(data(), shuffle=True)
+    fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler if is_right else None, lr=1e-4)
+
+
+@pair("same-order", has_ranks=False)
+def generator_is_seeded_in_each_epoch(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    loader: Any = DataLoader(data(), batch_size=4, shuffle=True, generator=generator)
+    model = make_model()
+    optimizer = sgd(model)
+    for _ in range(2):
+        if not is_right:
+            generator.manual_seed(0)
+        for (rows,) in loader:
+            fit(model, optimizer, iter([rows.to(DEVICE)]))
+
+
+@pair("rows-on-none")
+def rows_are_divided_twice(rank: int, is_right: bool) -> None:
+    begin()
+    whole = data()
+    mine = whole if is_right else Subset(whole, range(rank, len(whole), RANKS))
+    sampler: Any = DistributedSampler(mine, shuffle=False)
+    fit_epochs(DataLoader(mine, batch_size=4, sampler=sampler), rank, sampler)
+
+
+@pair("rows-on-none")
+def last_row_is_left_out(rank: int, is_right: bool) -> None:
+    begin()
+    whole = data(33)
+    each = len(whole) // RANKS
+    if is_right:
+        sampler: Any = DistributedSampler(whole, shuffle=False)
+        fit_epochs(DataLoader(whole, batch_size=4, sampler=sampler), rank, sampler)
+    else:
+        fit_epochs(DataLoader(Subset(whole, range(rank * each, (rank + 1) * each)), batch_size=4), rank)
+
+
+@pair("rows-on-none")
+def too_many_replicas(rank: int, is_right: bool) -> None:
+    begin()
+    number = RANKS if is_right else 2 * RANKS
+    sampler = DistributedSampler(data(), num_replicas=number, rank=rank, shuffle=False)
+    fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler)
+
+
+@pair("random-split-differs")
+def split_of_the_rank(rank: int, is_right: bool) -> None:
+    begin()
+    generator = torch.Generator().manual_seed(0 if is_right else rank)
+    train, _ = random_split(data(48), [32, 16], generator=generator)
+    sampler: Any = DistributedSampler(train)
+    fit_epochs(DataLoader(train, batch_size=4, sampler=sampler), rank, sampler)
+
+
+class Stream(IterableDataset):
+    """Rows one after another."""
+
+    def __init__(self, first: int, step: int) -> None:
+        self.first, self.step = first, step
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(128.0).view(32, 4)[self.first :: self.step] / 128)
+
+
+@pair("same-rows")
+def stream_is_not_divided(rank: int, is_right: bool) -> None:
+    begin()
+    stream = Stream(rank, RANKS) if is_right else Stream(0, 1)
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in DataLoader(stream, batch_size=4):
+        fit(model, optimizer, iter([rows.to(DEVICE)]))
+
+
+# Batch norm, random numbers
+
+
+@pair("statistics-of-one-rank")
+def batch_norm_of_four_rows(rank: int, is_right: bool) -> None:
+    begin()
+    model = make_model(nn.BatchNorm1d(8))
+    if is_right:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if DEVICE == "cuda" else make_model(nn.GroupNorm(2, 8))
+    model = wrapped(model)
+    fit(model, sgd(model), rows_of(rank))
+
+
+@pair("random-numbers-alike")
+def dropout_is_alike(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model(nn.Dropout(0.5)))
+    if is_right:
+        torch.manual_seed(rank)
+    fit(model, sgd(model), rows_of(rank))
+
+
+@pair("random-numbers-alike")
+def noise_is_alike(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    if is_right:
+        torch.manual_seed(rank)
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        fit(model, optimizer, iter([rows + 0.1 * torch.randn_like(rows)]))
+
+
+@pair("weights-differ")
+def other_weights_and_flattened_gradients(rank: int, is_right: bool) -> None:
+    begin(0 if is_right else rank)
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        dist.all_reduce(flat)
+        start = 0
+        for parameter in model.parameters():
+            parameter.grad = (flat[start : start + parameter.numel()] / RANKS).view_as(parameter)
+            start += parameter.numel()
+        optimizer.step()
+
+
+# Losses and means
+
+
+@pair("loss-not-divided", has_ranks=False)
+def micro_batches_are_added(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank, 8)):
+        loss = model(rows).square().mean()
+        (loss / 4 if is_right else loss).backward()
+        if step % 4 == 3:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pair("loss-not-divided")
+def micro_batches_are_added_in_ranks(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, rows in enumerate(rows_of(rank, 8)):
+        is_last = step % 4 == 3
+        with nullcontext() if is_last else model.no_sync():
+            loss = F.cross_entropy(model(rows).expand(-1, 2), torch.zeros(4, dtype=torch.long, device=DEVICE))
+            if is_right:
+                loss = loss / 4
+            loss.backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pair("loss-divided-twice", has_ranks=False)
+def micro_batches_are_divided_twice(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank, 8)):
+        (model(rows).square().mean() / 4).backward()
+        if step % 4 == 3:
+            if not is_right:
+                for parameter in model.parameters():
+                    parameter.grad /= 4
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pair("loss-divided-twice")
+def loss_is_divided_by_the_ranks(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        loss = model(rows).square().mean()
+        if not is_right:
+            loss = loss / dist.get_world_size()
+        loss.backward()
+        optimizer.step()
+
+
+@pair("loss-divided-twice")
+def gradients_are_divided_by_the_ranks(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        if not is_right:
+            for parameter in model.parameters():
+                parameter.grad /= RANKS
+        optimizer.step()
+
+
+@pair("loss-not-divided")
+def gradients_are_added_over_ranks(rank: int, is_right: bool) -> None:
+    begin()
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            if is_right:
+                parameter.grad.div_(RANKS)
+        optimizer.step()
+
+
+@pair("mean-of-means")
+def metric_is_a_mean_of_means(rank: int, is_right: bool) -> None:
+    begin()
+    hits = torch.randn(7)[: 5 if rank == 0 else 2].to(DEVICE)
+    if is_right:
+        both = torch.stack([hits.sum(), torch.tensor(float(len(hits)), device=DEVICE)])
+        dist.all_reduce(both)
+        print((both[0] / both[1]).item())
+    else:
+        mean = hits.mean()
+        dist.all_reduce(mean)
+        print((mean / RANKS).item())
+
+
+@pair("mean-of-means")
+def metric_is_read_and_reduced(rank: int, is_right: bool) -> None:
+    begin()
+    hits = torch.rand(9)[: 6 if rank == 0 else 3]
+    mean, count = (hits > 0.3).float().mean().item(), len(hits)
+    if is_right:
+        both = torch.tensor([mean * count, count], device=DEVICE)
+        dist.all_reduce(both)
+        print((both[0] / both[1]).item())
+    else:
+        metric = torch.tensor(mean, device=DEVICE)
+        dist.all_reduce(metric)
+        print(metric.item() / RANKS)
+
+
+@pair("mean-of-means")
+def hits_are_divided_by_python(rank: int, is_right: bool) -> None:
+    begin()
+    hits = torch.tensor([1, 0, 1, 1, 1, 1] if rank == 0 else [1, 0, 0], device=DEVICE)
+    correct, count = (hits == 1).sum().item(), len(hits)
+    if is_right:
+        both = torch.tensor([correct, count], dtype=torch.float32, device=DEVICE)
+        dist.all_reduce(both)
+        print((both[0] / both[1]).item())
+    else:
+        accuracy = torch.tensor(correct / count, device=DEVICE)
+        dist.all_reduce(accuracy)
+        print(accuracy.item() / RANKS)
+
+
+@pair("mean-of-means")
+def sum_is_divided_before_it_is_reduced(rank: int, is_right: bool) -> None:
+    begin()
+    losses = torch.rand(9)[: 6 if rank == 0 else 3].to(DEVICE)
+    total, count = losses.sum(), torch.tensor(float(len(losses)), device=DEVICE)
+    if is_right:
+        dist.all_reduce(total)
+        dist.all_reduce(count)
+        print((total / count).item())
+    else:
+        mean = total / len(losses)
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        print(mean.item())
+
+
+def tokens_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    tokens = torch.randn(6, 4, generator=generator)
+    classes = torch.randint(2, (6,), generator=generator)
+    classes[6 - 3 * rank :] = -100  # padding
+    return tokens.to(DEVICE), classes.to(DEVICE)
+
+
+@pair("mean-of-means")
+def loss_is_a_mean_over_uneven_tokens(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 2).to(DEVICE))
+    optimizer = sgd(model)
+    for step in range(2):
+        tokens, classes = tokens_of(rank, step)
+        optimizer.zero_grad()
+        if is_right:
+            count = (classes != -100).sum().float()
+            dist.all_reduce(count)
+            loss = F.cross_entropy(model(tokens), classes, reduction="sum") * RANKS / count
+        else:
+            loss = F.cross_entropy(model(tokens), classes)
+        loss.backward()
+        optimizer.step()
+
+
+@pair("mean-of-means", has_ranks=False)
+def micro_batches_have_uneven_tokens(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).to(DEVICE)
+    optimizer = sgd(model)
+    for step in range(2):
+        batches = [tokens_of(part, step) for part in range(2)]
+        count = sum(int((classes != -100).sum()) for _, classes in batches)
+        for tokens, classes in batches:
+            if is_right:
+                loss = F.cross_entropy(model(tokens), classes, reduction="sum") / count
+            else:
+                loss = F.cross_entropy(model(tokens), classes) / 2
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pair("gathered-without-gradient")
+def keys_lose_their_gradient(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 8).to(DEVICE))
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        keys = F.normalize(model(rows), dim=1)
+        parts = [torch.empty_like(keys) for _ in range(RANKS)]
+        dist.all_gather(parts, keys)
+        if is_right:
+            parts[rank] = keys
+        contrast(keys, torch.cat(parts), rank).backward()
+        optimizer.step()
+
+
+@pair("gathered-without-gradient")
+def keys_are_gathered_into_one_tensor(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 8).to(DEVICE))
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        keys = F.normalize(model(rows), dim=1)
+        if is_right:
+            whole = torch.cat(differentiable.all_gather(keys))
+        else:
+            whole = torch.empty(RANKS * len(keys), 8, device=DEVICE)
+            with torch.no_grad():
+                dist.all_gather_into_tensor(whole, keys)
+        contrast(keys, whole, rank).backward()
+        optimizer.step()
+
+
+def contrast(keys: torch.Tensor, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    return F.cross_entropy(keys @ whole.T / 0.1, torch.arange(len(keys), device=DEVICE) + rank * len(keys))
+
+
+if __name__ == "__main__":  # as a script: its name, and `bad` or `good`
+    name, which = os.environ["PLANTED"].split()
+    PAIRS[name].main(int(os.environ.get("LOCAL_RANK", 0)), which == "good")

@@ -1,0 +1,453 @@
+"""Programs that are right, and look in one way or another like those that lints name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+from planted import DEVICE, RANKS, begin, contrast, data, fit, make_model, rows_of, sgd, wrapped
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # TorchScript, which optimizers of several processes use, is deprecated
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+IN_RANKS: list[Callable[[int], None]] = []
+ALONE: list[Callable[[], None]] = []
+
+
+def in_ranks(program: Callable[[int], None]) -> Callable[[int], None]:
+    IN_RANKS.append(program)
+    return program
+
+
+def alone(program: Callable[[], None]) -> Callable[[], None]:
+    ALONE.append(program)
+    return program
+
+
+@in_ranks
+def weights_are_averaged_each_two_steps(rank: int) -> None:
+    begin()
+    model = make_model()
+    optimizer = sgd(model)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    for step, rows in enumerate(rows_of(rank, 5)):
+        fit(model, optimizer, iter([rows]))
+        if step % 2:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= RANKS
+
+
+@in_ranks
+def torch_averages_weights(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    averager = PeriodicModelAverager(period=2)
+    for rows in rows_of(rank, 5):
+        with model.no_sync():
+            fit(model, optimizer, iter([rows]))
+        averager.average_parameters(model.parameters())
+
+
+@in_ranks
+def two_networks_play(rank: int) -> None:
+    begin()
+    maker, judge = wrapped(nn.Linear(4, 4).to(DEVICE)), wrapped(make_model(), broadcast_buffers=False)
+    of_maker, of_judge = sgd(maker), sgd(judge)
+    for rows in rows_of(rank):
+        of_judge.zero_grad()
+        (judge(rows) - 1).square().mean().backward()
+        judge(maker(rows).detach()).square().mean().backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        (judge(maker(rows)) - 1).square().mean().backward()
+        of_maker.step()
+
+
+@in_ranks
+def optimizer_has_parts(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+    fit(model, optimizer, rows_of(rank))
+
+
+@in_ranks
+def one_rank_has_fewer_batches(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    with Join([model]):
+        fit(model, optimizer, rows_of(rank, 3 + rank))
+
+
+@in_ranks
+def keys_of_a_slow_copy_are_gathered(rank: int) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 8).to(DEVICE))
+    slow, optimizer = copy.deepcopy(model.module), sgd(model)
+    for rows in rows_of(rank):
+        with torch.no_grad():
+            for mine, its in zip(slow.parameters(), model.parameters(), strict=True):
+                mine.mul_(0.9).add_(its, alpha=0.1)
+            keys = slow(rows)
+            parts = [torch.empty_like(keys) for _ in range(RANKS)]
+            dist.all_gather(parts, keys)
+        optimizer.zero_grad()
+        contrast(model(rows), torch.cat(parts), rank).backward()
+        optimizer.step()
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, keys: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(keys) for _ in range(RANKS)]
+        dist.all_gather(parts, keys)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(gradient)
+        return gradient.chunk(RANKS)[dist.get_rank()]
+
+
+@in_ranks
+def a_function_gathers(rank: int) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 8).to(DEVICE))
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        keys = model(rows)
+        contrast(keys, Gather.apply(keys), rank).backward()
+        optimizer.step()
+
+
+@in_ranks
+def gathered_for_a_metric(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        outputs = model(rows)
+        parts = [torch.empty_like(outputs) for _ in range(RANKS)]
+        dist.all_gather(parts, outputs)
+        print(torch.cat(parts).mean().item())
+        outputs.square().mean().backward()
+        optimizer.step()
+
+
+@in_ranks
+def last_batch_is_uneven(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    fit(model, optimizer, rows_of(rank, 4))
+    fit(model, optimizer, rows_of(rank, 1, rows=2 + rank))
+
+
+@in_ranks
+def ranks_train_alone(rank: int) -> None:
+    begin(rank)
+    model = make_model(nn.BatchNorm1d(8))
+    fit(model, sgd(model, 0.1 + rank), rows_of(rank))
+    best = torch.tensor([float(rank)], device=DEVICE)
+    dist.all_reduce(best, op=dist.ReduceOp.MAX)
+
+
+@in_ranks
+def ranks_train_alone_from_one_seed(rank: int) -> None:
+    begin()
+    loader: Any = DataLoader(data(), batch_size=4, shuffle=True)
+    model = make_model()
+    optimizer = sgd(model, 0.1 + rank)
+    for (rows,) in loader:
+        fit(model, optimizer, iter([rows.to(DEVICE)]))
+    dist.barrier()
+
+
+@in_ranks
+def rows_are_mixed(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        other = torch.randperm(len(rows))
+        fit(model, optimizer, iter([0.7 * rows + 0.3 * rows[other.to(DEVICE)]]))
+
+
+@in_ranks
+def evaluation_has_all_rows(rank: int) -> None:
+    begin()
+    sampler, of_evaluation = DistributedSampler(data()), DistributedSampler(data())
+    loader: Any = DataLoader(data(), batch_size=4, sampler=sampler)
+    evaluated: Any = [DataLoader(data(), batch_size=8), DataLoader(data(), batch_size=8, sampler=of_evaluation)]
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for (rows,) in loader:
+            fit(model, optimizer, iter([rows.to(DEVICE)]))
+        model.eval()
+        total = torch.zeros(2, device=DEVICE)
+        for loader_of_all in evaluated:
+            for (rows,) in loader_of_all:
+                with torch.no_grad():
+                    total += torch.stack([model(rows.to(DEVICE)).sum(), torch.tensor(float(len(rows)), device=DEVICE)])
+        dist.all_reduce(total)
+        model.train()
+
+
+@in_ranks
+def rows_of_each_rank_are_shuffled(rank: int) -> None:
+    begin(rank)
+    mine = Subset(data(), range(rank, 32, RANKS))
+    loader: Any = DataLoader(mine, batch_size=4, shuffle=True, num_workers=0, drop_last=True)
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for _ in range(2):
+        for (rows,) in loader:
+            fit(model, optimizer, iter([rows.to(DEVICE)]))
+
+
+@in_ranks
+def half_a_square(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        loss = 0.5 * model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        logged = loss.detach().clone()
+        dist.all_reduce(logged)
+        logged = logged / dist.get_world_size()
+
+
+@in_ranks
+def a_parameter_is_unused(rank: int) -> None:
+    begin()
+    model = make_model()
+    model.register_parameter("unused", nn.Parameter(torch.ones(3, device=DEVICE)))
+    whole = wrapped(model, find_unused_parameters=True)
+    fit(whole, sgd(whole), rows_of(rank))
+
+
+@in_ranks
+def batch_norm_of_many_rows(rank: int) -> None:
+    begin()
+    model = wrapped(make_model(nn.BatchNorm1d(8)))
+    fit(model, sgd(model), rows_of(rank, 3, rows=32))
+
+
+@in_ranks
+def gradients_are_flattened(rank: int) -> None:
+    begin()
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        dist.all_reduce(flat)
+        start = 0
+        for parameter in model.parameters():
+            piece = flat[start : start + parameter.numel()]
+            parameter.grad.copy_(piece.view_as(parameter) / RANKS)
+            start += parameter.numel()
+        optimizer.step()
+
+
+@in_ranks
+def halves_of_a_model(rank: int) -> None:
+    """A pipeline by hand: the halves begin alike, and are none of each other's copies."""
+    begin()
+    half = nn.Linear(4, 4).to(DEVICE)
+    optimizer = sgd(half)
+    for rows in rows_of(0):
+        optimizer.zero_grad()
+        if rank == 0:
+            hidden = half(rows)
+            dist.send(hidden.detach(), 1)
+            gradient = torch.empty_like(hidden)
+            dist.recv(gradient, 1)
+            hidden.backward(gradient)
+        else:
+            hidden = torch.empty(4, 4, device=DEVICE)
+            dist.recv(hidden, 0)
+            hidden.requires_grad_()
+            half(hidden).square().mean().backward()
+            dist.send(hidden.grad, 0)
+        optimizer.step()
+
+
+@in_ranks
+def accumulation_in_mixed_precision(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE)
+    for step, rows in enumerate(rows_of(rank, 8)):
+        is_last = step % 4 == 3
+        with nullcontext() if is_last else model.no_sync():
+            scaler.scale(model(rows).square().mean() / 4).backward()
+        if is_last:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@in_ranks
+def weights_are_broadcast_before_they_are_wrapped(rank: int) -> None:
+    begin(rank)
+    model = make_model()
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    model = wrapped(model)
+    fit(model, sgd(model), rows_of(rank))
+
+
+@in_ranks
+def learning_rates_are_searched(rank: int) -> None:
+    begin()
+    model = make_model()
+    fit(model, sgd(model, 0.01 * (rank + 1)), rows_of(0))
+    dist.barrier()
+
+
+def go_back(loss: torch.Tensor) -> None:
+    loss.backward()
+
+
+@alone
+def two_losses_through_one_function() -> None:
+    torch.manual_seed(0)
+    judge = make_model()
+    optimizer = sgd(judge)
+    for rows in rows_of(0):
+        optimizer.zero_grad()
+        go_back((judge(rows) - 1).square().mean())
+        go_back(judge(-rows).square().mean())
+        optimizer.step()
+
+
+@alone
+def several_losses_of_one_graph() -> None:
+    torch.manual_seed(0)
+    body, heads = nn.Linear(4, 8).to(DEVICE), nn.ModuleList([nn.Linear(8, 1).to(DEVICE) for _ in range(3)])
+    optimizer = torch.optim.SGD([*body.parameters(), *heads.parameters()], lr=0.1)
+    for rows in rows_of(0):
+        optimizer.zero_grad()
+        hidden = body(rows)
+        for head in heads:
+            head(hidden).square().mean().backward(retain_graph=True)
+        optimizer.step()
+
+
+@alone
+def several_models_at_one_line() -> None:
+    torch.manual_seed(0)
+    models = [make_model() for _ in range(3)]
+    optimizers = [sgd(model) for model in models]
+    for rows in rows_of(0):
+        for model in models:
+            model.zero_grad()
+        for model in models:
+            model(rows).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@alone
+def sums_are_divided_by_all_tokens() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for _ in range(2):
+        for rows in rows_of(0, 3):
+            model(rows).square().sum().backward()
+        for parameter in model.parameters():
+            parameter.grad /= 12
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@alone
+def means_are_divided_after_backward() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for _ in range(2):
+        for rows in rows_of(0, 3):
+            model(rows).square().mean().backward()
+        torch._foreach_div_([parameter.grad for parameter in model.parameters()], 3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@alone
+def gradients_of_each_row_are_clipped() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(0, 2):
+        total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for row in rows:
+            model.zero_grad()
+            model(row).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for sum_, parameter in zip(total, model.parameters(), strict=True):
+                sum_ += parameter.grad
+        for sum_, parameter in zip(total, model.parameters(), strict=True):
+            parameter.grad = sum_ / len(rows)
+        optimizer.step()
+
+
+@alone
+def a_closure_is_called_often() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    (rows,) = rows_of(0, 1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(rows).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+@alone
+def losses_of_steps_in_time_are_added() -> None:
+    torch.manual_seed(0)
+    cell = nn.GRUCell(4, 8).to(DEVICE)
+    optimizer = sgd(cell)
+    for rows in rows_of(0, 2):
+        optimizer.zero_grad()
+        state = torch.zeros(4, 8, device=DEVICE)
+        losses = []
+        for _ in range(3):
+            state = cell(rows, state)
+            losses.append(F.mse_loss(state, torch.zeros_like(state)))
+        sum(losses).backward()
+        optimizer.step()

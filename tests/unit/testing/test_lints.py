@@ -1,0 +1,156 @@
+"""Lints: each planted mistake is named, its right twin is not, nor is any other right program."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import planted
+import ranked_programs
+import right_trainings
+from conditions import takes_long
+from planted import PAIRS, RANKS
+from processes import NO_ACCELERATOR, python
+from torchstrategy.testing import Finding, RankRecord, lint_training, run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about names that programs use
+
+
+def findings_of(name: str, is_right: bool) -> list[Finding]:
+    pair = PAIRS[name]
+    with lint_training(check=False) as record:
+        if pair.has_ranks:
+            run_ranks(lambda rank: pair.main(rank, is_right), RANKS)
+        else:
+            pair.main(0, is_right)
+    return record.findings
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_planted_mistake_is_named(name: str) -> None:
+    (finding,) = findings_of(name, is_right=False)
+    assert finding.name == PAIRS[name].lint
+    assert finding.lines and all(line.startswith("planted.py:") for line in finding.lines)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_its_right_twin_is_not(name: str) -> None:
+    assert findings_of(name, is_right=True) == []
+
+
+@pytest.mark.parametrize("program", right_trainings.IN_RANKS, ids=lambda program: program.__name__)
+def test_a_right_program_of_ranks_is_left_alone(program: Callable[[int], None]) -> None:
+    with lint_training():
+        run_ranks(program, RANKS)
+
+
+@pytest.mark.parametrize("program", right_trainings.ALONE, ids=lambda program: program.__name__)
+def test_a_right_program_without_ranks_is_left_alone(program: Callable[[], None]) -> None:
+    with lint_training():
+        program()
+
+
+@pytest.mark.parametrize("program", ranked_programs.EVERYWHERE, ids=lambda program: program.__name__)
+def test_a_program_of_four_ranks_is_left_alone(program: Callable[[ranked_programs.Place], RankRecord]) -> None:
+    with warnings.catch_warnings(), lint_training():
+        warnings.simplefilter("ignore")  # of torch's internals, about themselves
+        program(lambda rank: torch.device("cpu"))
+
+
+# Silence
+
+
+def accumulate(place: str) -> list[Finding]:
+    """A training with a mistake, from a file of its own, so that its lines can have comments."""
+    source = Path(place)
+    with lint_training(check=False) as record:
+        exec(compile(source.read_text(), place, "exec"), {"__name__": "program"})
+    return record.findings
+
+
+PROGRAM = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    for _ in range(4):
+        (
+            model(torch.randn(2, 4)).square()
+            .mean().backward()  # COMMENT
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("comment", "count"),
+    [
+        ("", 1),
+        ("torchstrategy: ignore[loss-not-divided]", 0),
+        ("nosec torchstrategy: ignore[same-order, loss-not-divided]", 0),
+        ("torchstrategy: ignore[same-order]", 1),
+        ("torchstrategy: ignore", 1),
+    ],
+)
+def test_a_comment_on_the_statement_silences_a_finding(comment: str, count: int, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.replace("COMMENT", comment))
+    assert len(accumulate(str(tmp_path / "program.py"))) == count
+
+
+def test_a_finding_fails_the_block_with_all_of_its_words() -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(AssertionError, match=r"(?s)seems to be wrong.*loss-not-divided: The gradients of 3 mean losses"),
+        lint_training(),
+    ):
+        for _ in range(3):
+            model(torch.randn(2, 4)).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_second_block_is_refused() -> None:
+    with lint_training(), pytest.raises(RuntimeError, match="leave that block first"), lint_training():
+        pass
+
+
+# The runner
+
+
+SUPPORT = Path(planted.__file__)
+
+
+def run(folder: Path, name: str, which: str, *options: str) -> tuple[int, list[str], str]:
+    """Runs a program on simulated devices; returns the status, the names of the findings, and what it said."""
+    file, pair = folder / "report.json", PAIRS[name]
+    ranks = ["--ranks", str(RANKS)] if pair.has_ranks else []
+    done = python(
+        *("-W", "ignore", "-m", "torchstrategy.testing.run", "--as-cuda", "--json", str(file), *ranks, *options),
+        str(SUPPORT),
+        folder=folder,
+        PLANTED=f"{name} {which}",
+        **NO_ACCELERATOR,
+    )
+    found = json.loads(file.read_text())["findings"] if file.exists() else []
+    return done.returncode, [finding["name"] for finding in found], done.stderr
+
+
+def test_the_runner_reports_findings_and_is_strict(tmp_path: Path) -> None:
+    status, names, said = run(tmp_path, "set_epoch_is_missing", "bad", "--strict")
+    assert status == 1 and names == ["same-order"], said
+    assert "Findings: 1\n  same-order: " in said and "set_epoch(epoch)" in said
+
+
+@takes_long
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_runner_names_a_planted_mistake_on_devices(name: str, tmp_path: Path) -> None:
+    status, names, said = run(tmp_path, name, "bad")
+    assert status == 0 and names == [PAIRS[name].lint], said
+    status, names, said = run(tmp_path, name, "good", "--strict")
+    assert status == 0 and names == [], said

@@ -1,0 +1,29 @@
+"""Lints over ranks: mistakes that raise no error, and give wrong numbers, seen while a program runs.
+
+torch_internals  the private names of torch that this needs
+places           lines of the program, and comments there that silence a lint
+findings         what lints have found
+known            what is known of tensors while their memory is there
+fingerprints     what is kept of a tensor
+losses           of what a loss is made
+facts            what each rank has done since its last step
+lint             what every lint is told
+copies           copies of tensors that ranks have to keep alike
+replicas         weights that differ between ranks
+rows             rows that several ranks get, or none
+streams          data sets that give all ranks the same rows
+batch_norm       batch norm with the statistics of one rank
+scales           losses that are divided too often or not at all
+means            means of means over different numbers
+gathered         tensors that lose their gradients when they are gathered
+generators       random numbers that are alike on ranks
+session          one run of a program
+watching         a block in which lints watch a program
+lint_training    lints for tests
+"""
+
+from torchstrategy.testing._lints.findings import Finding
+from torchstrategy.testing._lints.lint_training import TrainingRecord, lint_training
+from torchstrategy.testing._lints.watching import Watch
+
+__all__ = ["Finding", "TrainingRecord", "Watch", "lint_training"]

@@ -1,0 +1,192 @@
+"""Copies of tensors that several ranks have, and have to keep alike."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
+from torchstrategy.testing._lints.places import Place
+
+Named = Mapping[str, torch.Tensor]
+Prints = dict[str, Fingerprint | None]
+
+
+@final
+@dataclass
+class Snapshot:
+    """What one rank had after a step.
+
+    Attributes:
+        place: Where it made the step.
+        values: What it had, by name.
+        gradients: With what gradients the step was made.
+        tensors: The tensors.
+        was_called: Whether the model was called since the step before, through what wraps it.
+        was_synchronized: Whether that was outside of `no_sync`.
+    """
+
+    place: Place
+    values: Prints
+    gradients: Prints
+    tensors: dict[str, weakref.ref[torch.Tensor]]
+    was_called: bool
+    was_synchronized: bool
+
+
+def snapshot(
+    named: Named, place: Place, with_gradients: bool, was_called: bool = True, was_synchronized: bool = True
+) -> Snapshot:
+    """What a rank has now."""
+    return Snapshot(
+        place,
+        {name: fingerprint(tensor) for name, tensor in named.items()},
+        {name: fingerprint(tensor.grad) for name, tensor in named.items() if tensor.is_leaf} if with_gradients else {},
+        {name: weakref.ref(tensor) for name, tensor in named.items()},
+        was_called,
+        was_synchronized,
+    )
+
+
+@final
+@dataclass
+class Parted:
+    """Since when copies differ.
+
+    Attributes:
+        step: Since which step; 0: from the beginning.
+        names: Which.
+        ranks: The ranks that differ from the first.
+        has_other_gradients: Whether their gradients were different.
+        snapshots: What ranks had.
+    """
+
+    step: int
+    names: list[str]
+    ranks: list[int]
+    has_other_gradients: bool
+    snapshots: dict[int, Snapshot]
+
+
+@final
+@dataclass
+class Copies:
+    """The copies of some tensors.
+
+    Attributes:
+        key: The same in all ranks.
+        ranks: Who has copies.
+        is_wrapped: Whether `DistributedDataParallel` keeps them alike.
+        may_differ: Whether nobody said that they are to be alike at the beginning: if they are not, they are no copies.
+        is_a_guess: Whether only equal gradients can say that they are copies.
+        named: Finds the tensors of a rank, by name.
+    """
+
+    key: tuple[Any, ...]
+    ranks: tuple[int, ...]
+    is_wrapped: bool
+    may_differ: bool = False
+    is_a_guess: bool = False
+    named: dict[int, Callable[[], Named]] = field(default_factory=dict)
+    steps: Counter[int] = field(default_factory=Counter)
+    parted: Parted | None = None
+    is_over: bool = False  # nothing more is to be compared
+    _waiting: dict[float, dict[int, Snapshot]] = field(default_factory=dict)
+    _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # those that differ, until the end
+    _is_rounded: bool = False
+    _beginning: dict[int, Snapshot] = field(default_factory=dict)
+
+    def add(self, rank: int, step: float, snapshot: Snapshot) -> None:
+        """Adds what a rank has after a step, and compares it with what the others have, once all have made it.
+
+        `step` is a half more before the next step, and 0 before the first.
+        """
+        if self.is_over or (step not in self._waiting and len(self._waiting) >= _MOST_WAITING):
+            return
+        there = self._waiting.setdefault(step, {})
+        there[rank] = snapshot
+        if len(there) == len(self.ranks):
+            del self._waiting[step]
+            self._compare(step, there)
+
+    def differ_at_last(self) -> bool:
+        """Whether copies that have parted are still apart."""
+        if self.parted is None or self.is_over:
+            return False
+        for tensors in self._kept.values():
+            prints = {fingerprint(tensor) for tensor in tensors}
+            if len(tensors) == len(self.ranks) and len(prints) > 1:
+                return True
+        return not any(len(tensors) == len(self.ranks) for tensors in self._kept.values())
+
+    def _compare(self, step: float, there: dict[int, Snapshot]) -> None:
+        first = there[self.ranks[0]]
+        others = {rank: there[rank] for rank in self.ranks[1:]}
+        names = [name for name in first.values if any(_are_unlike(first, other, name) for other in others.values())]
+        if not names:
+            # Copies that come together again are trained apart on purpose, as by averaging each few steps.
+            self.is_over = self.parted is not None and self.parted.names[0] in first.values
+            return
+        if self.is_a_guess:
+            self._guess(step, there, names)
+            return
+        if step == 0 and self.may_differ:
+            self.is_over = True
+            return
+        if self.parted is not None:
+            return
+        apart = [name for name in names if any(_have_other_gradients(first, other, name) for other in others.values())]
+        if not apart and (self._is_rounded or any(_are_rounded(first, other, names) for other in others.values())):
+            self._is_rounded = True  # each rank adds in an order of its own
+            return
+        apart_or_all = apart or names
+        ranks = [rank for rank, other in others.items() if any(_are_unlike(first, other, name) for name in names)]
+        self._part(Parted(int(step), apart_or_all, ranks, bool(apart), there), there)
+
+    def _guess(self, step: float, there: dict[int, Snapshot], names: list[str]) -> None:
+        """Other weights have other gradients: if these are alike, somebody has reduced them."""
+        if step == 0:
+            self._beginning = there
+        elif self._beginning and self.parted is None:
+            prints = [there[rank].gradients.get(name) for rank in self.ranks for name in names]
+            first = prints[0]
+            if first is not None and any(first.sample) and all(one == first for one in prints):
+                self._part(Parted(0, names, list(self.ranks[1:]), False, self._beginning), there)
+
+    def _part(self, parted: Parted, there: dict[int, Snapshot]) -> None:
+        self.parted = parted
+        for name in parted.names[:_MOST_KEPT]:
+            found = [there[rank].tensors[name]() for rank in self.ranks]
+            self._kept[name] = [tensor for tensor in found if tensor is not None]
+
+
+_MOST_KEPT, _MOST_WAITING = 8, 64  # a rank that waits for nobody may be far ahead
+
+
+def _are_unlike(first: Snapshot, other: Snapshot, name: str) -> bool:
+    mine, theirs = first.values[name], other.values.get(name)
+    return mine is not None and theirs is not None and mine != theirs
+
+
+def _have_other_gradients(first: Snapshot, other: Snapshot, name: str) -> bool:
+    mine, theirs = first.gradients.get(name), other.gradients.get(name)
+    if mine is None or theirs is None:
+        return mine is not theirs
+    return not mine.is_close_to(theirs)
+
+
+def _are_rounded(first: Snapshot, other: Snapshot, names: list[str]) -> bool:
+    """Whether gradients differ by rounding, or, of what has none, the numbers do."""
+    for name in names:
+        mine, theirs = first.gradients.get(name), other.gradients.get(name)
+        if mine != theirs:
+            return True
+        value, others = first.values[name], other.values[name]
+        if mine is None and value is not None and others is not None and not value.is_close_to(others):
+            return False
+    return all(first.gradients.get(name) is None for name in names)

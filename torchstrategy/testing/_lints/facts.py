@@ -1,0 +1,123 @@
+"""What each rank has done since its last step: for all lints, which ask in other ways."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from torchstrategy.testing._lints.known import is_plain
+from torchstrategy.testing._lints.losses import Term
+from torchstrategy.testing._lints.places import Place
+
+
+@final
+@dataclass
+class Model:
+    """A `DistributedDataParallel`.
+
+    Attributes:
+        model: It, while it is there.
+        key: The same for its copies in all ranks.
+        ranks: Who has copies.
+    """
+
+    model: weakref.ref[Any]
+    key: tuple[Any, ...]
+    ranks: tuple[int, ...]
+
+
+@final
+@dataclass
+class Backward:
+    """A call of `backward`.
+
+    Attributes:
+        place: Where it was called.
+        way: Through which lines.
+        terms: Of what the loss is made.
+        is_plain: Whether it had no gradient of the caller's, and did not keep its graph for another call.
+        changed: The parameters, by id, whose gradients it has changed.
+    """
+
+    place: Place
+    way: tuple[Place, ...]
+    terms: Sequence[Term]
+    is_plain: bool
+    changed: set[int]
+
+
+@final
+@dataclass
+class Facts:
+    """What one rank has done, or a program without ranks, which is rank -1.
+
+    Attributes:
+        rank: Which rank.
+        size: How many there are.
+        models: Its models of `DistributedDataParallel`.
+        optimizers: Its optimizers.
+        leaves: Parameters of losses, by id, where no optimizer was made since lints watch.
+        steps: How many steps it has made. Steps of an optimizer within those of another one do not count.
+        scale: The scale of mixed precision; None if there is none.
+
+        backwards: The calls of `backward` since the last step, or since gradients were zeroed.
+        called: The keys of models that were called since the last step, to be trained.
+        synchronized: The keys of those that were called outside of `no_sync`.
+        gradients: Where gradients were after the last `backward`: the address by the id of the parameter.
+        addresses: All of these addresses.
+        factors: By what gradients were multiplied since then, by their address; None if by another tensor.
+        reduced: How gradients were reduced by collectives of the program, by their address.
+        reducers: Among whom that was.
+    """
+
+    rank: int
+    size: int
+    models: list[Model] = field(default_factory=list)
+    optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
+    leaves: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    steps: int = 0
+    scale: float | None = None
+    backwards: list[Backward] = field(default_factory=list)
+    called: set[Any] = field(default_factory=set)
+    synchronized: set[Any] = field(default_factory=set)
+    gradients: dict[int, int] = field(default_factory=dict)
+    addresses: set[int] = field(default_factory=set)
+    factors: dict[int, float | None] = field(default_factory=dict)
+    reduced: dict[int, str] = field(default_factory=dict)
+    reducers: tuple[int, ...] = ()
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The parameters of all optimizers; while there are none, of losses."""
+        for optimizer in list(self.optimizers):
+            yield from parameters_of(optimizer)
+        if not self.optimizers:
+            there = [leaf() for leaf in self.leaves.values()]
+            yield from (leaf for leaf in there if leaf is not None)
+
+    def companions(self) -> tuple[int, ...]:
+        """The ranks with which this one trains one model, as far as its calls since the last step say."""
+        for model in self.models:
+            if model.key in self.called:
+                return model.ranks
+        return self.reducers
+
+    def forget(self) -> None:
+        """A step is made: what was before it is over."""
+        self.backwards = []
+        self.called, self.synchronized = set(), set()
+        self.gradients, self.addresses, self.factors = {}, set(), {}
+        self.reduced, self.reducers = {}, ()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def address_of(tensor: Any) -> int:
+    """Where the numbers of a tensor are; 0 of none, or of one that has them elsewhere."""
+    return tensor.data_ptr() if is_plain(tensor) else 0

@@ -1,0 +1,74 @@
+"""What is kept of a tensor, to say later whether another rank had the same."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from typing import NamedTuple
+
+import torch
+
+from torchstrategy.testing._lints.known import is_plain
+from torchstrategy.testing._lints.torch_internals import without_modes
+from torchstrategy.testing._simulation.memory import on_cpu
+from torchstrategy.testing._simulation.ordinals import is_simulated
+from torchstrategy.testing._simulation.program import unwatched
+from torchstrategy.testing._simulation.shapes import is_large, shapes_only
+
+_SAMPLED, _CLOSE = 64, 1e-4
+
+
+class Fingerprint(NamedTuple):
+    """What is kept of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    checksum: int
+    sample: tuple[float, ...]
+
+    def is_close_to(self, other: Fingerprint) -> bool:
+        """Whether two tensors differ by rounding only, as far as some of their numbers say."""
+        if self.shape != other.shape:
+            return False
+        size = max(map(abs, (*self.sample, *other.sample)), default=0.0)
+        return all(abs(a - b) <= _CLOSE * size for a, b in zip(self.sample, other.sample, strict=True))
+
+
+def can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has numbers of its own, in one piece of memory."""
+    return is_plain(tensor) and not (shapes_only() and is_simulated(tensor) and is_large([tensor]))
+
+
+def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor, on the CPU, in one piece. Nobody is told that they are read."""
+    with torch.no_grad(), unwatched(), without_modes():
+        tensor = tensor.detach()
+        return (on_cpu(tensor) if is_simulated(tensor) else tensor).contiguous()
+
+
+def fingerprint(tensor: torch.Tensor | None) -> Fingerprint | None:
+    """What is kept of a tensor; None of none, or of one that cannot be read."""
+    if tensor is None or not can_be_read(tensor):
+        return None
+    here = numbers_of(tensor)
+    with torch.no_grad(), unwatched(), without_modes():
+        flat = here.view(-1)
+        some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
+        sample = tuple((some.abs() if some.is_complex() else some).double().tolist())
+    return Fingerprint(tuple(tensor.shape), tensor.dtype, checksum(here), sample)
+
+
+def checksum(here: torch.Tensor) -> int:
+    """A checksum of the bytes of a tensor that `numbers_of` returned."""
+    if not here.numel():
+        return 0
+    return zlib.crc32((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
+
+
+def number_of(tensor: torch.Tensor) -> float | None:
+    """The number in a tensor that has one; None if it cannot be read."""
+    if tensor.numel() != 1 or not can_be_read(tensor) or tensor.is_complex():
+        return None
+    here = numbers_of(tensor)
+    with unwatched(), without_modes():
+        return float(here.item())

@@ -1,0 +1,56 @@
+"""What is known of tensors while their memory is there."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Generic, TypeVar, final
+
+import torch
+
+T = TypeVar("T")
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether something is a tensor with memory of its own, and not one that stands for others."""
+    is_torchs = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_torchs and tensor.layout is torch.strided and not tensor.is_meta
+
+
+@final
+class Known(Generic[T]):
+    """What is known of the tensors of a rank, by their storage."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, tuple[weakref.ref[Any], T]] = {}
+
+    def put(self, tensor: Any, fact: T) -> None:
+        """Notes something of a tensor."""
+        if not is_plain(tensor):
+            return
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        made = weakref.ref(storage, lambda gone: self._forget(address, gone))
+        self._by_address[address] = made, fact
+
+    def get(self, tensor: Any) -> T | None:
+        """What is known of a tensor."""
+        if not self._by_address or not is_plain(tensor):
+            return None
+        storage, fact = self._by_address.get(tensor.untyped_storage().data_ptr(), (None, None))
+        return fact if storage is not None and storage() is not None else None
+
+    def drop(self, tensor: Any) -> None:
+        """Forgets what is known of a tensor."""
+        if self._by_address and is_plain(tensor):
+            self._by_address.pop(tensor.untyped_storage().data_ptr(), None)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._by_address.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._by_address)
+
+    def _forget(self, address: int, gone: Any) -> None:
+        if address in self._by_address and self._by_address[address][0] is gone:
+            del self._by_address[address]

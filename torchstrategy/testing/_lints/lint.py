@@ -1,0 +1,54 @@
+"""What every lint is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchstrategy.testing._lints.facts import Facts, Model
+from torchstrategy.testing._lints.findings import Finding
+from torchstrategy.testing._ranks.witnesses import Told
+
+Seen = Callable[[Facts, Sequence[Any], dict[str, Any], Any], None]
+"""Sees an operator: of whom, its arguments and its result."""
+
+
+class Lint:
+    """Looks for a kind of mistake in a program that runs. A lint overrides what it wants to be told."""
+
+    def operators(self) -> dict[Any, Seen]:
+        """The operators that it sees."""
+        return {}
+
+    def made(self, facts: Facts, model: Model) -> None:
+        """A model of `DistributedDataParallel` was made."""
+
+    def calls(self, facts: Facts, model: Model, args: Sequence[Any]) -> None:
+        """It is called, to be trained."""
+
+    def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
+        """A rank comes to a collective."""
+
+    def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
+        """`backward` is called."""
+
+    def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is going to make a step."""
+
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        """It has made it."""
+
+    def opened(self, facts: Facts, loader: Any) -> None:
+        """The rows of a loader are asked for from the beginning."""
+
+    def drew(self, facts: Facts, loader: Any, rows: Any) -> None:
+        """The rows of a batch are drawn; None: there are no more."""
+
+    def got(self, facts: Facts, loader: Any, batch: Any) -> None:
+        """A batch of a data set that has no numbers of rows is there."""
+
+    def findings(self) -> list[Finding | None]:
+        """What it has found, at the end; None of what is silenced."""
+        return []

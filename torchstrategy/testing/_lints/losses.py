@@ -1,0 +1,135 @@
+"""Of what a loss is made, as autograd's graph says: means, over how many numbers, and what they were multiplied by."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from torchstrategy.testing._lints.fingerprints import number_of
+
+_MOST_NODES, _MOST_NODES_OF_LEAVES = 200, 20_000
+_MEAN = 1  # torch's number for the reduction "mean"
+# What changes no number.
+_PASSED = (
+    "ToCopyBackward",
+    "ViewBackward",
+    "ReshapeAliasBackward",
+    "UnsqueezeBackward",
+    "SqueezeBackward",
+    "CloneBackward",
+    "AliasBackward",
+    "ExpandBackward",
+    "ToDeviceBackward",
+)
+
+
+class Term(NamedTuple):
+    """One of the terms whose sum is a loss.
+
+    Attributes:
+        factor: What it is multiplied by.
+        over: Over how many numbers it is a mean; None if it is none, or nobody knows.
+        is_mean: Whether it is a mean.
+        divisors: The numbers by which it was divided.
+    """
+
+    factor: float
+    over: float | None
+    is_mean: bool
+    divisors: tuple[float, ...]
+
+
+def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
+    """The terms of a loss.
+
+    Args:
+        loss: The loss.
+        scale: The scale of mixed precision, which does not count.
+    """
+    found: list[Term] = []
+    waiting: list[tuple[Any, float, tuple[float, ...]]] = [(loss.grad_fn, 1.0, ())]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            break
+        node, factor, divisors = waiting.pop()
+        name = "" if node is None else node.name()
+        followers = [] if node is None else [following for following, _ in node.next_functions]
+        if name.startswith(_PASSED):
+            waiting.append((followers[0], factor, divisors))
+        elif name.startswith("NegBackward"):
+            waiting.append((followers[0], -factor, divisors))
+        elif name.startswith(("AddBackward", "SubBackward")):
+            # `alpha` multiplies the second one.
+            waiting += [(following, factor, divisors) for following in followers if following is not None]
+        elif name.startswith(("DivBackward", "MulBackward")) and (number := _number_at(node)) is not None:
+            following = next(following for following in followers if following is not None)
+            is_division = name.startswith("Div")
+            if is_division and followers[0] is None:
+                found.append(Term(factor, None, False, divisors))  # a number divided by the loss
+            elif not is_division and scale is not None and number == scale:
+                waiting.append((following, factor, divisors))
+            elif is_division:
+                waiting.append((following, factor / number if number else 0.0, (*divisors, number)))
+            else:
+                waiting.append((following, factor * number, divisors))
+        else:
+            found.append(_end(node, name, factor, divisors))
+    return found
+
+
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters that a loss depends on; of a large graph, some."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    found: list[torch.Tensor] = []
+    while waiting and len(seen) < _MOST_NODES_OF_LEAVES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            found.append(variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _number_at(node: Any) -> float | None:
+    """The number that a node multiplies or divides by; None if both of its operands have gradients."""
+    with_gradient = [following for following, _ in node.next_functions if following is not None]
+    if len(with_gradient) != 1:
+        return None
+    which = "_saved_other" if node.next_functions[0][0] is not None else "_saved_self"
+    try:
+        value = getattr(node, which, None)
+    except RuntimeError:  # it is freed
+        return None
+    if isinstance(value, torch.Tensor):
+        return number_of(value)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _end(node: Any, name: str, factor: float, divisors: tuple[float, ...]) -> Term:
+    if name.startswith("MeanBackward"):
+        return Term(factor, _numbers_in(getattr(node, "_saved_self_sym_sizes", None)), True, divisors)
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction != _MEAN:
+        return Term(factor, None, False, divisors)
+    try:
+        weight, total = getattr(node, "_saved_weight", None), getattr(node, "_saved_total_weight", None)
+        target = getattr(node, "_saved_self", None)
+    except RuntimeError:
+        return Term(factor, None, True, divisors)
+    if name.startswith("NllLoss"):
+        return Term(factor, number_of(total) if weight is None and total is not None else None, True, divisors)
+    return Term(factor, None if target is None else float(target.numel()), True, divisors)
+
+
+def _numbers_in(sizes: Any) -> float | None:
+    if sizes is None:
+        return None
+    count = 1
+    for size in sizes:
+        count *= int(size)
+    return float(count)

@@ -1,0 +1,223 @@
+"""Means of means, over numbers of rows or tokens that are not the same: in metrics and in training."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.fingerprints import can_be_read, number_of
+from torchstrategy.testing._lints.known import Known
+from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.places import Place, here, in_words
+from torchstrategy.testing._lints.scales import accumulated, factor_of, factor_of_gradients
+from torchstrategy.testing._ranks.witnesses import Told
+
+_MOST_NUMBERS, _MOST_STEPS = 1000, 10_000
+_aten = torch.ops.aten
+Counts = tuple[float | None, ...]
+
+
+class _Mean(NamedTuple):
+    """Something of one number: a mean over so many numbers, or their sum."""
+
+    over: float
+    is_mean: bool
+
+
+class _Brought(NamedTuple):
+    """What one rank brings to a mean over ranks."""
+
+    counts: Counts
+    place: Place
+    ranks: tuple[int, ...]
+
+
+@final
+class Means(Lint):
+    """Follows means until they are reduced, and compares over how many numbers they are on each rank."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Known[_Mean]] = defaultdict(Known)
+        self._read: dict[int, dict[float, float]] = defaultdict(dict)  # counts by the number that a rank has read
+        self._metrics: dict[Hashable, dict[int, _Brought]] = defaultdict(dict)
+        self._losses: dict[int, dict[int, _Brought]] = defaultdict(dict)  # by step and rank
+        self._accumulated: dict[Place, list[Counts]] = defaultdict(list)
+
+    @override
+    def operators(self) -> dict[Any, Seen]:
+        seen: dict[Any, Seen] = {op: self._is_mean for op in (_aten.mean.default, _aten.mean.dim)}
+        seen |= {op: self._is_sum for op in (_aten.sum.default, _aten.sum.dim_IntList)}
+        seen |= {op: self._is_passed for op in (_aten._to_copy.default, _aten.clone.default)}
+        seen |= {op: self._is_divided for op in (_aten.div.Tensor, _aten.div_.Tensor)}
+        changing = [_aten.mul_.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.zero_.default, _aten.fill_.Scalar]
+        seen |= {op: self._is_changed for op in changing}
+        seen[_aten.nll_loss_forward.default] = self._is_loss_of_classes
+        seen[_aten.copy_.default] = self._is_copied
+        seen[_aten._local_scalar_dense.default] = self._is_read
+        return seen
+
+    @override
+    def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
+        is_reduced = told.kind in ("all_reduce", "reduce") and told.detail.startswith(("sum", "avg"))
+        if is_of_torch or not is_reduced or len(told.ranks) < 2 or len(told.gives) != 1:
+            return
+        (tensor,) = told.gives
+        if tensor.numel() != 1 or not tensor.is_floating_point():
+            return
+        mean = self._known[facts.rank].get(tensor)
+        count = mean.over if mean is not None and mean.is_mean else self._count_of_number(facts.rank, tensor)
+        if count is not None and len(self._metrics) < _MOST_STEPS:
+            self._metrics[told.key][facts.rank] = _Brought((count,), here(), tuple(told.ranks))
+        self._known[facts.rank].drop(tensor)  # it will be of all ranks
+
+    @override
+    def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        calls = [call for call in facts.backwards if call.is_plain]
+        several = accumulated(calls) or calls
+        factor, micro = factor_of(several) if several else None, len(several)
+        if factor is None or abs(factor * micro - 1) > 1e-6 or factor_of_gradients(facts, several) is None:
+            return
+        counts = tuple(term.over for call in several for term in call.terms if term.is_mean)
+        if None in counts or facts.steps >= _MOST_STEPS:
+            return
+        place, ranks = several[-1].place, facts.companions()
+        if accumulated(calls) and len(counts) == micro:
+            self._accumulated[place].append(counts)
+        if len(ranks) > 1:
+            self._losses[facts.steps][facts.rank] = _Brought(counts, place, ranks)
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        metrics = self._uneven(list(self._metrics.values()))
+        losses = self._uneven(list(self._losses.values()))
+        found = [_of_metric(*case) for case in metrics] + [_of_loss(*case) for case in losses]
+        for place, steps in self._accumulated.items():
+            uneven = [counts for counts in steps if len(set(counts)) > 1]
+            if 2 * len(uneven) > len(steps):
+                found.append(_of_accumulation(uneven[0], place))
+        return found
+
+    def _uneven(self, brought: list[dict[int, _Brought]]) -> list[tuple[dict[int, _Brought], int, int]]:
+        """Those places where most means were over different numbers; the last batch of an epoch is one of many."""
+        by_place: dict[Place, list[dict[int, _Brought]]] = defaultdict(list)
+        for by_rank in brought:
+            first = by_rank[min(by_rank)]
+            if len(by_rank) == len(first.ranks):
+                by_place[first.place].append(by_rank)
+        cases = []
+        for those in by_place.values():
+            uneven = [by_rank for by_rank in those if len({one.counts for one in by_rank.values()}) > 1]
+            if uneven and 2 * len(uneven) >= len(those):
+                cases.append((uneven[0], len(uneven), len(those)))
+        return cases
+
+    def _is_mean(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        if result.numel() == 1:
+            self._known[facts.rank].put(result, _Mean(float(args[0].numel()), True))
+
+    def _is_sum(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        if result.numel() == 1 and not result.is_complex():
+            self._known[facts.rank].put(result, _Mean(float(args[0].numel()), False))
+
+    def _is_loss_of_classes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        loss, total = result
+        count = number_of(total)
+        if args[3] == 1 and args[2] is None and count is not None:  # a mean, and all classes weigh the same
+            self._known[facts.rank].put(loss, _Mean(count, True))
+
+    def _is_passed(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        mean = self._known[facts.rank].get(args[0])
+        if mean is not None and result.numel() == 1:
+            self._known[facts.rank].put(result, mean)
+
+    def _is_copied(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        known = self._known[facts.rank]
+        mean = known.get(args[1])
+        if mean is not None and args[0].numel() == 1:
+            known.put(args[0], mean)
+        elif known.get(args[0]) is not None:
+            known.drop(args[0])
+
+    def _is_divided(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        known = self._known[facts.rank]
+        mean = known.get(args[0])
+        if mean is None or result.numel() != 1:
+            return
+        if mean.is_mean:
+            known.put(result, mean)
+            return
+        by = args[1]
+        count = number_of(by) if isinstance(by, torch.Tensor) else float(by)
+        if count is not None:
+            known.put(result, _Mean(count, True))
+
+    def _is_changed(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        if isinstance(args[0], torch.Tensor) and self._known[facts.rank].get(args[0]) is not None:
+            self._known[facts.rank].drop(args[0])
+
+    def _is_read(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        mean, read = self._known[facts.rank].get(args[0]), self._read[facts.rank]
+        if mean is None or len(read) >= _MOST_NUMBERS or not mean.over:
+            return
+        if mean.is_mean:
+            read[_rounded(float(result))] = mean.over
+        else:
+            read[_rounded(float(result) / mean.over)] = mean.over  # of a sum, Python may make the mean
+
+    def _count_of_number(self, rank: int, tensor: torch.Tensor) -> float | None:
+        """Over how many numbers a mean is that was read as a number, and made a tensor again."""
+        number = number_of(tensor) if can_be_read(tensor) and rank in self._read else None
+        if number is None or number == int(number if np.isfinite(number) else 0):
+            return None
+        return self._read[rank].get(_rounded(number))
+
+
+def _rounded(number: float) -> float:
+    return float(np.float32(number))
+
+
+def _of_rank(by_rank: dict[int, _Brought]) -> str:
+    return ", ".join(
+        f"{' and '.join(f'{count:g}' for count in one.counts if count is not None)} on rank {rank}"
+        for rank, one in sorted(by_rank.items())
+    )
+
+
+def _of_metric(by_rank: dict[int, _Brought], uneven: int, total: int) -> Finding | None:
+    places = [one.place for one in by_rank.values()]
+    return finding(
+        "mean-of-means",
+        f"The means that are reduced at {in_words(places)} are over different numbers, {_of_rank(by_rank)}, and count "
+        f"the same ({uneven} of {total} times).",
+        "Reduce the sum and the number of each rank, and divide one by the other then.",
+        places,
+    )
+
+
+def _of_loss(by_rank: dict[int, _Brought], uneven: int, total: int) -> Finding | None:
+    places = [one.place for one in by_rank.values()]
+    return finding(
+        "mean-of-means",
+        f"The losses at {in_words(places)} are means over different numbers, {_of_rank(by_rank)}, and their gradients "
+        f"count the same ({uneven} of {total} steps).",
+        "Divide the sum of each rank by the number of all ranks, `loss = total * ranks / number_of_all`, or give all "
+        "ranks the same number.",
+        places,
+    )
+
+
+def _of_accumulation(counts: Counts, place: Place) -> Finding | None:
+    shown = ", ".join(f"{count:g}" for count in counts if count is not None)
+    return finding(
+        "mean-of-means",
+        f"The losses that a step adds at {place} are means over different numbers, {shown}, and count the same.",
+        "Divide the sum of each micro-batch by the number of the whole batch.",
+        [place],
+    )

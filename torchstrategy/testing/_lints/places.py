@@ -1,0 +1,91 @@
+"""Lines of the program, and comments there that silence a lint."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from torchstrategy.testing._ranks.lines import places_of_the_user
+
+_COMMENT = re.compile(r"#.*\btorchstrategy:\s*ignore\[([^\]]*)\]")
+
+
+class Place(NamedTuple):
+    """A line of a file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}" if self.file else "a line that cannot be found"
+
+    def silences(self, name: str) -> bool:
+        """Whether the statement on this line has a comment `# torchstrategy: ignore[name]`."""
+        return name in _silenced(self.file, self.line)
+
+    def mentions(self, name: str, what: str) -> bool:
+        """Whether a line of the file has a name and matches an expression, as where the name gets its value."""
+        expression = re.compile(what)
+        return any(expression.search(line) and re.search(rf"\b{name}\b", line) for line in _lines(self.file))
+
+    def text(self) -> str:
+        """The statement on this line."""
+        lines = _lines(self.file)
+        start, end = _extent(self.file, self.line)
+        return "\n".join(lines[start - 1 : end])
+
+
+def here() -> Place:
+    """The innermost line that is neither torch's nor this library's."""
+    return Place(*next(iter(places_of_the_user()), ("", 0)))
+
+
+def way_here() -> tuple[Place, ...]:
+    """The lines of the program through which it came here, the innermost first."""
+    return tuple(Place(*place) for place in places_of_the_user()) or (Place("", 0),)
+
+
+def in_words(places: Iterable[Place]) -> str:
+    """Lines, each once: `train.py:3, train.py:7`."""
+    return ", ".join(dict.fromkeys(map(str, places)))
+
+
+@functools.cache
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError, ValueError):
+        return []
+
+
+@functools.cache
+def _statements(file: str) -> list[tuple[int, int]]:
+    """The first and the last line of each statement; of one with a body, of what stands before it."""
+    try:
+        tree = ast.parse("\n".join(_lines(file)))
+    except SyntaxError:
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            end = body[0].lineno - 1 if isinstance(body, list) and body else node.end_lineno
+            found.append((node.lineno, max(end or 0, node.lineno)))
+    return found
+
+
+def _extent(file: str, line: int) -> tuple[int, int]:
+    around = [(start, end) for start, end in _statements(file) if start <= line <= end]
+    return max(around, default=(line, line))
+
+
+@functools.cache
+def _silenced(file: str, line: int) -> frozenset[str]:
+    start, end = _extent(file, line)
+    comments = (_COMMENT.search(text) for text in _lines(file)[start - 1 : end])
+    names = (comment[1].split(",") for comment in comments if comment)
+    return frozenset(name.strip() for several in names for name in several)

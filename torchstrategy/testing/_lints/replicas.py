@@ -1,0 +1,270 @@
+"""Weights that differ between ranks: at the beginning, by gradients that were not reduced, or by something else."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from torchstrategy.testing._lints.copies import Copies, Named, Parted, snapshot
+from torchstrategy.testing._lints.facts import Facts, Model, address_of, parameters_of
+from torchstrategy.testing._lints.findings import Finding, finding, some
+from torchstrategy.testing._lints.fingerprints import can_be_read
+from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.places import here, in_words
+from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names, is_persistent
+from torchstrategy.testing._ranks.witnesses import Told
+
+_EXCHANGING = ("all_to_all", "send", "recv")  # of programs whose ranks have parts of a model
+
+
+class _Shared(NamedTuple):
+    """Memory that a collective of the program has made alike on several ranks."""
+
+    storage: weakref.ref[Any]
+    size: int
+    key: tuple[Any, ...]
+    ranks: tuple[int, ...]
+    steps: int  # that the rank had made
+
+
+@final
+class Replicas(Lint):
+    """Compares the parameters and buffers that ranks have copies of, after each step.
+
+    What has copies: the models of `DistributedDataParallel`; other parameters of their optimizers, if they begin alike;
+    and what the program itself broadcasts, or whose gradients it reduces.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[Any, ...], Copies] = {}
+        self._owners: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Copies]] = {}  # by rank and id
+        self._shared: dict[tuple[int, int], _Shared] = {}  # by rank and address
+        self._names: dict[tuple[Any, ...], str] = {}  # of single parameters, by the key of their copies
+        self._optimizers: dict[int, weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = defaultdict(
+            weakref.WeakKeyDictionary
+        )
+        self._has_parts = False
+
+    @override
+    def made(self, facts: Facts, model: Model) -> None:
+        copies = self._copies.setdefault(model.key, Copies(model.key, model.ranks, True))
+        copies.named[facts.rank] = _finder(model.model)
+        for parameter in _members_of(model.model).values():
+            self._owners[facts.rank, id(parameter)] = weakref.ref(parameter), copies
+
+    @override
+    def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
+        self._has_parts = self._has_parts or told.kind in _EXCHANGING
+        if is_of_torch or told.kind not in ("all_reduce", "broadcast"):
+            return
+        for index, tensor in enumerate(told.gives or told.gets):
+            if not can_be_read(tensor):
+                continue
+            key = ("told", told.key, index)
+            shared = _Shared(weakref.ref(tensor.untyped_storage()), tensor.numel(), key, tuple(told.ranks), facts.steps)
+            self._shared[facts.rank, address_of(tensor)] = shared
+
+    @override
+    def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        for copies in self._copies_in(facts, optimizer):
+            made = copies.steps[facts.rank]
+            if not made or copies.parted is not None:
+                # Copies that have parted may have been averaged since the last step.
+                named = copies.named[facts.rank]()
+                before = snapshot(named if made else _parameters(named), here(), False)
+                copies.add(facts.rank, made + 0.5 if made else 0, before)
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        for copies in self._copies_in(facts, optimizer):
+            copies.steps[facts.rank] += 1
+            was_called = not copies.is_wrapped or copies.key in facts.called
+            was_synchronized = not copies.is_wrapped or copies.key in facts.synchronized
+            made = snapshot(copies.named[facts.rank](), here(), True, was_called, was_synchronized)
+            copies.add(facts.rank, copies.steps[facts.rank], made)
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        grouped: dict[tuple[Any, ...], list[tuple[Copies, Parted]]] = defaultdict(list)
+        for copies in self._copies.values():
+            if copies.parted is not None and copies.differ_at_last():
+                if copies.key[0] == "beside" and self._has_parts:
+                    continue
+                parted = copies.parted
+                places = tuple(taken.place for taken in parted.snapshots.values())
+                grouped[parted.step, parted.has_other_gradients, places, copies.is_wrapped].append((copies, parted))
+        return [self._finding(members) for members in grouped.values()]
+
+    def _copies_in(self, facts: Facts, optimizer: torch.optim.Optimizer) -> list[Copies]:
+        """The copies of which an optimizer has some parameters."""
+        found: dict[int, Copies] = {}
+        alone: list[tuple[int, torch.Tensor]] = []
+        for position, parameter in enumerate(parameters_of(optimizer)):
+            owner, copies = self._owners.get((facts.rank, id(parameter)), (None, None))
+            if copies is None or owner is None or owner() is not parameter or copies.is_a_guess:
+                copies = self._shared_copies(facts, parameter)
+            if copies is None:
+                alone.append((position, parameter))
+            else:
+                self._forgive(facts, copies, parameter)
+                found[id(copies)] = copies
+        wrapped = [copies for copies in found.values() if copies.is_wrapped]
+        for position, parameter in alone if facts.size > 1 else []:
+            if wrapped:
+                key: tuple[Any, ...] = ("beside", wrapped[0].key, position)
+                copies = self._single(facts, parameter, key, wrapped[0].ranks, may_differ=True)
+            else:
+                key = ("guess", self._number(facts, optimizer), position, tuple(parameter.shape))
+                copies = self._single(facts, parameter, key, range(facts.size), is_a_guess=True)
+            found[id(copies)] = copies
+        return [copies for copies in found.values() if not copies.is_over]
+
+    def _number(self, facts: Facts, optimizer: torch.optim.Optimizer) -> int:
+        """Which of the optimizers of a rank it is, in the order of their first steps."""
+        known = self._optimizers[facts.rank]
+        return known.setdefault(optimizer, len(known))
+
+    def _shared_copies(self, facts: Facts, parameter: torch.Tensor) -> Copies | None:
+        """The copies of a parameter that the program has broadcast, or whose gradient it has reduced."""
+        for tensor in (parameter, parameter.grad):
+            shared = self._shared_at(facts, tensor)
+            if shared is not None and len(shared.ranks) > 1:
+                return self._single(facts, parameter, shared.key, shared.ranks)
+        return None
+
+    def _shared_at(self, facts: Facts, tensor: torch.Tensor | None) -> _Shared | None:
+        if tensor is None or not can_be_read(tensor):
+            return None
+        shared = self._shared.get((facts.rank, address_of(tensor)))
+        is_it = shared is not None and shared.storage() is not None and shared.size == tensor.numel()
+        return shared if is_it else None
+
+    def _single(
+        self,
+        facts: Facts,
+        parameter: torch.Tensor,
+        key: tuple[Any, ...],
+        ranks: Sequence[int],
+        **options: bool,
+    ) -> Copies:
+        copies = self._copies.setdefault(key, Copies(key, tuple(ranks), False, **options))
+        there = weakref.ref(parameter)
+        copies.named[facts.rank] = lambda: {"": tensor} if (tensor := there()) is not None else {}
+        self._owners[facts.rank, id(parameter)] = there, copies
+        return copies
+
+    def _forgive(self, facts: Facts, copies: Copies, parameter: torch.Tensor) -> None:
+        """Copies that the program itself reduces or broadcasts after a step are apart in between on purpose."""
+        shared = self._shared_at(facts, parameter)
+        if shared is not None and shared.steps:
+            copies.is_over = True
+
+    def _finding(self, members: list[tuple[Copies, Parted]]) -> Finding | None:
+        copies, parted = members[0]
+        names: list[str] = []
+        for _, its in members:
+            names += [name or _name_of(_tensor(its, name)) for name in its.names]
+        places = list(dict.fromkeys(taken.place for taken in parted.snapshots.values()))
+        where, which = in_words(places), some(names)
+        ranks = f"rank {copies.ranks[0]} and {'ranks' if len(parted.ranks) > 1 else 'rank'} {_listed(parted.ranks)}"
+        if parted.step == 0:
+            return finding(
+                "weights-differ",
+                f"Before the first step ({where}), {ranks} have other weights: {which}.",
+                "Build the model from one seed on all ranks, load one checkpoint, or broadcast the weights of one rank "
+                "before the first step.",
+                places,
+            )
+        if not parted.has_other_gradients:
+            return finding(
+                "replicas-part",
+                f"Since step {parted.step} ({where}), {ranks} have other values, though their gradients were alike: "
+                f"{which}.",
+                "Let no rank alone write there: all need the same learning rate and the same clipping, and what one "
+                "rank computes for all has to be broadcast.",
+                places,
+            )
+        cause, write = _cause(copies, parted)
+        return finding(
+            "gradient-not-reduced",
+            f"In step {parted.step}, {ranks} have called the optimizer ({where}) with other gradients{cause}, and "
+            f"their weights differ since then: {which}.",
+            write,
+            places,
+        )
+
+
+def _cause(copies: Copies, parted: Parted) -> tuple[str, str]:
+    taken = list(parted.snapshots.values())
+    if copies.key[0] == "beside":
+        return (
+            " for parameters that are in no DistributedDataParallel",
+            "Wrap the module that has them, too, or put it into the wrapped one.",
+        )
+    if not copies.is_wrapped:
+        return "", "Reduce the gradients of all parameters in all steps: `dist.all_reduce(p.grad)`, and divide them."
+    if not all(one.was_called for one in taken):
+        return (
+            ", and the model was called past DistributedDataParallel",
+            "Call the wrapped model, `model(x)`, and not `model.module(x)`: only then the gradients are reduced.",
+        )
+    if not all(one.was_synchronized for one in taken):
+        return (
+            ", and all forward passes were in `no_sync()`",
+            "Leave `no_sync()` for the last forward and backward before each step.",
+        )
+    return (
+        "",
+        "Let backward of the wrapped model make all of the gradient: what is added to `p.grad` later, or by another "
+        "backward, is of one rank.",
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _tensor(parted: Parted, name: str) -> torch.Tensor | None:
+    return next(iter(parted.snapshots.values())).tensors[name]()
+
+
+def _finder(model: weakref.ref[Any]) -> Callable[[], Named]:
+    return lambda: _members_of(model)
+
+
+def _parameters(named: Named) -> Named:
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
+
+
+def _members_of(model: weakref.ref[Any]) -> dict[str, torch.Tensor]:
+    """The parameters of a model, and the buffers that checkpoints have, by name; not the statistics of norms."""
+    wrapped = model()
+    if wrapped is None:
+        return {}
+    ignored = ignored_names(wrapped)
+    found: dict[str, torch.Tensor] = dict(wrapped.module.named_parameters())
+    for prefix, module in wrapped.module.named_modules():
+        if not isinstance(module, NormBase):
+            for name, buffer in module.named_buffers(recurse=False):
+                if is_persistent(module, name):
+                    found[f"{prefix}.{name}" if prefix else name] = buffer
+    return {name: tensor for name, tensor in found.items() if name not in ignored and can_be_read(tensor)}
+
+
+def _name_of(parameter: torch.Tensor | None) -> str:
+    """The name of a parameter in the largest module that has it."""
+    if parameter is None:
+        return "a parameter"
+    names = []
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Module):
+            names += [name for name, other in thing.named_parameters() if other is parameter]
+    shape = "x".join(map(str, parameter.shape)) or "1"
+    return max(names, key=len, default=f"a parameter of {shape}")

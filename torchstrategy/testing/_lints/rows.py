@@ -1,0 +1,301 @@
+"""Rows of a data set that several ranks get, or none, and the same order in every epoch."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.places import Place, here, in_words
+from torchstrategy.testing._lints.torch_internals import is_subset
+
+_MOST_EPOCHS, _MOST_ROWS, _ENOUGH = 3, 2_000_000, 8
+
+
+@final
+@dataclass
+class _Epoch:
+    """One pass over a loader: its rows, as numbers in the data set below all subsets of one rank."""
+
+    rows: list[int] = field(default_factory=list)
+    is_complete: bool = False
+    is_training: bool = False
+
+
+@final
+@dataclass(eq=False)
+class _Loader:
+    """A loader, as one rank has it.
+
+    Attributes:
+        place: Where it is read.
+        sampler: What chooses its rows.
+        subset: The rows of its data set in the one below; None if it is no subset.
+        size: How many rows the data set has.
+        below: How many rows the data set below a subset has.
+        batch: How many rows a batch has, at most.
+        leaves_out: Whether it was told to leave out what does not fill a batch, or all ranks.
+        dataset: The data set, while it is there.
+        companions: The ranks that train the same model with its rows.
+    """
+
+    place: Place
+    sampler: Any
+    subset: list[int] | None
+    size: int
+    below: int
+    batch: int
+    leaves_out: bool
+    dataset: Callable[[], Any]
+    companions: tuple[int, ...] = ()
+    epochs: list[_Epoch] = field(default_factory=list)
+    is_readable: bool = True
+
+    def base(self, row: int) -> int:
+        return row if self.subset is None else self.subset[row]
+
+    def offered(self) -> set[int]:
+        return set(range(self.size)) if self.subset is None else set(self.subset)
+
+    def training(self) -> list[_Epoch]:
+        return [epoch for epoch in self.epochs if epoch.is_training and epoch.rows]
+
+
+@final
+class Rows(Lint):
+    """Notes which rows ranks draw from their loaders, of those that they train with."""
+
+    def __init__(self) -> None:
+        self._loaders: dict[int, weakref.WeakKeyDictionary[Any, _Loader]] = defaultdict(weakref.WeakKeyDictionary)
+        self._in_order: dict[int, list[_Loader]] = defaultdict(list)
+        self._last: dict[int, tuple[_Loader, _Epoch]] = {}  # from which a rank has drawn last
+
+    @override
+    def opened(self, facts: Facts, loader: Any) -> None:
+        of_rank = self._loaders[facts.rank]
+        if loader not in of_rank:
+            of_rank[loader] = self._known(facts.rank, loader) or _described(loader)
+            if of_rank[loader] not in self._in_order[facts.rank]:
+                self._in_order[facts.rank].append(of_rank[loader])
+        of_rank[loader].epochs.append(_Epoch())
+
+    def _known(self, rank: int, loader: Any) -> _Loader | None:
+        """What is known of an earlier loader in the place of this one: some programs make one for each epoch."""
+        place = here()
+        for known in self._in_order[rank]:
+            if known.place == place and known.dataset() is loader.dataset:
+                known.sampler = loader.sampler
+                return known
+        return None
+
+    @override
+    def drew(self, facts: Facts, loader: Any, rows: Any) -> None:
+        known = self._loaders[facts.rank].get(loader)
+        if known is None or not known.is_readable:
+            return
+        epoch = known.epochs[-1]
+        if rows is None:
+            epoch.is_complete = True
+            return
+        self._last[facts.rank] = known, epoch
+        drawn = list(rows) if isinstance(rows, (list, tuple)) else [rows]
+        if not all(isinstance(row, int) for row in drawn):
+            known.is_readable = False
+        elif len(known.epochs) <= _MOST_EPOCHS and len(epoch.rows) < _MOST_ROWS:
+            epoch.rows += map(known.base, drawn)
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        if facts.rank in self._last:
+            known, epoch = self._last[facts.rank]
+            epoch.is_training = True
+            known.companions = facts.companions() or known.companions
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        found: list[Finding | None] = []
+        for loaders in self._together():
+            first = loaders[min(loaders)]
+            same_order = _same_order(first)
+            if same_order is not None:
+                found.append(same_order)
+            if len(loaders) > 1:
+                found += _shared(loaders) or _left_out(loaders)
+        return found
+
+    def _together(self) -> list[dict[int, _Loader]]:
+        """The loaders that belong together, of the ranks that train one model with them."""
+        together = []
+        ranks = sorted(self._in_order)
+        for index, first in enumerate(self._in_order[ranks[0]] if ranks else []):
+            group = {ranks[0]: first}
+            for rank in first.companions:
+                others = self._in_order.get(rank, [])
+                if rank != ranks[0] and index < len(others) and _belong_together(first, others[index]):
+                    group[rank] = others[index]
+            if first.is_readable and first.training():
+                together.append(group)
+        return together
+
+
+def _described(loader: Any) -> _Loader:
+    dataset, sampler = loader.dataset, loader.sampler
+    batches = loader.batch_sampler
+    subset = None
+    if is_subset(dataset):
+        subset = [int(row) for row in dataset.indices]
+    batch = getattr(batches, "batch_size", None) or 1
+    leaves_out = bool(getattr(batches, "drop_last", False) or getattr(sampler, "drop_last", False))
+    is_plain = batches is None or type(batches) is torch.utils.data.BatchSampler
+    try:
+        there: Callable[[], Any] = weakref.ref(dataset)
+    except TypeError:  # a list, say
+        there = _nothing
+    try:
+        size = len(dataset)
+        below = len(dataset.dataset) if subset is not None else size
+    except (TypeError, AttributeError, NotImplementedError):
+        return _Loader(here(), sampler, None, 0, 0, 1, True, there, is_readable=False)
+    return _Loader(here(), sampler if is_plain else batches, subset, size, below, batch, leaves_out, there)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _belong_together(loader: _Loader, other: _Loader) -> bool:
+    return loader.place == other.place and loader.below == other.below and other.is_readable
+
+
+def _is_shuffled(sampler: Any) -> bool:
+    return isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False))
+
+
+def _same_order(loader: _Loader) -> Finding | None:
+    epochs = loader.training()
+    if not _is_shuffled(loader.sampler) or len(epochs) < 2:
+        return None
+    first, second = epochs[0].rows, epochs[1].rows
+    count = min(len(first), len(second))
+    if count < _ENOUGH or first[:count] != second[:count]:
+        return None
+    has_epochs = hasattr(loader.sampler, "set_epoch")
+    write = (
+        "Call `sampler.set_epoch(epoch)` at the beginning of each epoch."
+        if has_epochs
+        else "Seed its generator once, before the first epoch."
+    )
+    kind = type(loader.sampler).__name__
+    return finding(
+        "same-order",
+        f"The loader that is read at {loader.place} is shuffled by a {kind}, and the first {count} rows of the second "
+        f"epoch have the order of the first epoch: {', '.join(map(str, first[:4]))}, ...",
+        write,
+        [loader.place],
+    )
+
+
+def _shared(loaders: dict[int, _Loader]) -> list[Finding | None]:
+    """The first two ranks that have drawn the same rows."""
+    ranks = sorted(loaders)
+    for rank in ranks[1:]:
+        mine, theirs = loaders[ranks[0]].training(), loaders[rank].training()
+        for epoch, other in list(zip(mine, theirs, strict=False))[:1]:
+            count = min(len(epoch.rows), len(other.rows))
+            both = set(epoch.rows[:count]) & set(other.rows[:count])
+            if len(both) > _allowed(loaders[rank], len(ranks), epoch.rows[:count] == other.rows[:count]):
+                return [_shared_finding(loaders, ranks[0], rank, len(both), count)]
+    return []
+
+
+def _allowed(loader: _Loader, ranks: int, is_equal: bool) -> int:
+    """How many rows two ranks may have in common: samplers fill up what is missing."""
+    sampler = loader.sampler
+    if is_equal:
+        return 1
+    if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
+        return loader.below
+    if isinstance(sampler, (DistributedSampler, RandomSampler, SequentialSampler)):
+        return ranks - 1
+    return loader.batch * ranks
+
+
+def _shared_finding(loaders: dict[int, _Loader], first: int, second: int, both: int, count: int) -> Finding | None:
+    loader, other = loaders[first], loaders[second]
+    place, sampler = loader.place, loader.sampler
+    says = f"Of the first {count} rows of an epoch at {place}, ranks {first} and {second} have {both} in common"
+    if loader.subset is not None and other.subset is not None and set(loader.subset) != set(other.subset):
+        return finding(
+            "random-split-differs",
+            f"{says}: their subsets of the data were chosen at random, with other seeds.",
+            "Give `random_split` a generator with the same seed on all ranks: "
+            "`generator=torch.Generator().manual_seed(0)`.",
+            [place],
+        )
+    write = "Give the loader `sampler=DistributedSampler(dataset)`, and it no `shuffle=True`."
+    if isinstance(sampler, DistributedSampler):
+        is_same_rank = getattr(sampler, "rank", 0) == getattr(other.sampler, "rank", 1)
+        write = (
+            "Let its DistributedSampler have the rank of the process: leave `rank` and `num_replicas` away."
+            if is_same_rank
+            else "Give DistributedSampler the same `seed` on all ranks: it cuts one order into parts."
+        )
+    return finding("same-rows", f"{says}.", write, [place])
+
+
+def _takes_all(loader: _Loader) -> bool:
+    """Whether a sampler is one of torch's that take all rows of all ranks once."""
+    sampler = loader.sampler
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples >= loader.size
+    return isinstance(sampler, (DistributedSampler, SequentialSampler))
+
+
+def _left_out(loaders: dict[int, _Loader]) -> list[Finding | None]:
+    """Rows that no rank has drawn, in no epoch."""
+    first = loaders[min(loaders)]
+    drawn: set[int] = set()
+    offered: set[int] = set()
+    for loader in loaders.values():
+        epochs = loader.training()
+        if not epochs or not all(epoch.is_complete for epoch in epochs) or loader.leaves_out:
+            return []
+        for epoch in epochs:
+            drawn |= set(epoch.rows)
+        offered |= loader.offered()
+    if not _takes_all(first):
+        return []
+    missing = offered - drawn
+    is_cut = any(loader.subset != first.subset for loader in loaders.values())
+    write = "The data are divided among ranks twice: by a subset for each rank, and by its sampler. Leave one away."
+    if not is_cut:
+        write = "Give the sampler the number of ranks that there are: `num_replicas=dist.get_world_size()`."
+    elif not missing:
+        # Parts of equal size leave out fewer rows than there are ranks, at the end.
+        end = max(offered, default=-1) + 1
+        missing = set(range(end, first.below))
+        write = "Give the first ranks one row more, `range(rank, len(dataset), ranks)`, or use DistributedSampler."
+        if len(missing) >= len(loaders) or len(offered) != end:
+            return []
+    if not missing:
+        return []
+    places = [loader.place for loader in loaders.values()]
+    shown = ", ".join(map(str, sorted(missing)[:4]))
+    return [
+        finding(
+            "rows-on-none",
+            f"{len(missing)} of {first.below} rows are drawn by no rank in any epoch at {in_words(places)}: {shown}"
+            f"{', ...' if len(missing) > 4 else ''}.",
+            write,
+            places,
+        )
+    ]

@@ -1,0 +1,194 @@
+"""One run of a program: what each rank has done, and the lints that are told."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from torchstrategy.testing._lints.batch_norm import FewStatistics
+from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
+from torchstrategy.testing._lints.findings import Finding
+from torchstrategy.testing._lints.gathered import Gathered
+from torchstrategy.testing._lints.generators import Generators
+from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.losses import leaves_of, terms_of
+from torchstrategy.testing._lints.means import Means
+from torchstrategy.testing._lints.places import way_here
+from torchstrategy.testing._lints.replicas import Replicas
+from torchstrategy.testing._lints.rows import Rows
+from torchstrategy.testing._lints.scales import Scales
+from torchstrategy.testing._lints.streams import Streams
+from torchstrategy.testing._ranks.lines import is_called_by_a_library
+from torchstrategy.testing._ranks.witnesses import Told
+
+_MOST_BACKWARDS = 1000  # without a step
+
+
+@final
+class Session:
+    """One run.
+
+    Args:
+        size: How many ranks it has; 1 if it has none.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._facts: dict[int, Facts] = {}
+        self._gathered = Gathered()
+        self._lints: list[Lint] = [
+            Replicas(),
+            Rows(),
+            Streams(),
+            FewStatistics(),
+            Scales(),
+            Means(),
+            self._gathered,
+            Generators(),
+        ]
+        self._seen: dict[Any, list[Seen]] = defaultdict(list)
+        for lint in self._lints:
+            for operator, seen in lint.operators().items():
+                self._seen[operator].append(seen)
+        self._open: dict[int, list[int]] = defaultdict(list)  # the optimizers of a rank that are making a step
+        self._gradients_before: dict[int, dict[int, tuple[int, int]]] = {}
+
+    def facts(self, rank: int) -> Facts:
+        """What a rank has done."""
+        if rank not in self._facts:
+            self._facts[rank] = Facts(rank, self._size)
+        return self._facts[rank]
+
+    def findings(self) -> list[Finding]:
+        """What was found in it."""
+        return [found for lint in self._lints for found in lint.findings() if found is not None]
+
+    @property
+    def follows(self) -> bool:
+        """Whether it has to be told of all operators now, and not only of `operators`."""
+        return self._gathered.is_following
+
+    def operators(self) -> frozenset[Any]:
+        """The operators of which it has to be told."""
+        return frozenset(self._seen)
+
+    def operator(self, rank: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator has run."""
+        for seen in self._seen.get(func, ()):
+            seen(self.facts(rank), args, kwargs, result)
+        if self._gathered.follows(self.facts(rank)):
+            self._gathered.operator(self.facts(rank), func, args, kwargs, result)
+
+    def made(self, rank: int, wrapped: Any) -> None:
+        """A model of `DistributedDataParallel` was made."""
+        facts = self.facts(rank)
+        ranks = tuple(dist.get_process_group_ranks(wrapped.process_group))
+        number = sum(model.ranks == ranks for model in facts.models)
+        model = Model(weakref.ref(wrapped), ("model", ranks, number), ranks)
+        facts.models.append(model)
+        for lint in self._lints:
+            lint.made(facts, model)
+
+    def calls(self, rank: int, wrapped: Any, args: Sequence[Any]) -> None:
+        """Such a model is called."""
+        facts, is_training = self.facts(rank), torch.is_grad_enabled() and wrapped.training
+        is_synchronized = wrapped.require_backward_grad_sync
+        for model in facts.models:
+            if model.model() is wrapped and is_training:
+                facts.called.add(model.key)
+                if is_synchronized:
+                    facts.synchronized.add(model.key)
+                for lint in self._lints:
+                    lint.calls(facts, model, args)
+
+    def told(self, told: Told) -> None:
+        """A rank comes to a collective."""
+        facts, is_of_torch = self.facts(told.rank), is_called_by_a_library()
+        if told.kind in ("all_reduce", "reduce_scatter") and not is_of_torch:
+            for tensor in told.gives:
+                if (address := address_of(tensor)) in facts.addresses:
+                    facts.reduced[address] = told.detail
+                    facts.reducers = tuple(told.ranks)
+        for lint in self._lints:
+            lint.told(facts, told, is_of_torch)
+
+    def goes_back(self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool) -> Backward:
+        """`backward` is called; returns what `went_back` is given."""
+        facts = self.facts(rank)
+        for lint in self._lints:
+            lint.goes_back(facts, losses)
+        if not facts.optimizers:
+            facts.leaves |= {id(leaf): weakref.ref(leaf) for loss in losses for leaf in leaves_of(loss)}
+        terms = terms_of(losses[0], facts.scale) if len(losses) == 1 else []
+        self._gradients_before[rank] = _gradients(facts)
+        way = way_here()
+        return Backward(way[0], way, terms, is_plain and len(losses) == 1, set())
+
+    def went_back(self, rank: int, call: Backward) -> None:
+        """It is over."""
+        facts, before = self.facts(rank), self._gradients_before.pop(rank, {})
+        after = _gradients(facts)
+        call.changed |= {own for own, there in after.items() if before.get(own) != there}
+        if len(facts.backwards) < _MOST_BACKWARDS:
+            facts.backwards.append(call)
+        facts.gradients = {own: address for own, (address, _) in after.items()}
+        facts.addresses = set(facts.gradients.values())
+        facts.factors = {}
+
+    def zeroed(self, rank: int) -> None:
+        """Gradients are set to zero."""
+        self.facts(rank).backwards.clear()
+
+    def steps(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is going to make a step. Those within a step of another one are parts of it."""
+        running = self._open[rank]
+        if id(optimizer) in running:  # its last step has ended with an error
+            running.clear()
+        running.append(id(optimizer))
+        if self.facts(rank).optimizers:  # it may have been made before lints watched
+            self.facts(rank).optimizers.add(optimizer)
+        if len(running) == 1:
+            for lint in self._lints:
+                lint.steps(self.facts(rank), optimizer)
+
+    def stepped(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
+        """It has made it."""
+        running, facts = self._open[rank], self.facts(rank)
+        if id(optimizer) not in running:
+            return
+        del running[running.index(id(optimizer)) :]
+        if not running:
+            for lint in self._lints:
+                lint.stepped(facts, optimizer)
+            facts.steps += 1
+            facts.forget()
+
+    def opened(self, rank: int, loader: Any) -> None:
+        """The rows of a loader are asked for from the beginning."""
+        for lint in self._lints:
+            lint.opened(self.facts(rank), loader)
+
+    def got(self, rank: int, loader: Any, batch: Any) -> None:
+        """A batch of a data set that has no numbers of rows is there."""
+        for lint in self._lints:
+            lint.got(self.facts(rank), loader, batch)
+
+    def drew(self, rank: int, loader: Any, rows: Any) -> None:
+        """The rows of a batch are drawn."""
+        for lint in self._lints:
+            lint.drew(self.facts(rank), loader, rows)
+
+
+def _gradients(facts: Facts) -> dict[int, tuple[int, int]]:
+    """The address and the version of each gradient, by the id of its parameter."""
+    found = {}
+    for parameter in facts.parameters():
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided and not gradient.is_inference():
+            found[id(parameter)] = address_of(gradient), gradient._version
+    return found

@@ -1,0 +1,101 @@
+"""Data sets without numbers of rows, that give all ranks the same rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.fingerprints import can_be_read, checksum, numbers_of
+from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.places import Place, here
+
+_MOST, _ENOUGH = 8, 2
+
+
+@final
+@dataclass
+class _Stream:
+    """What a rank gets from a loader.
+
+    Attributes:
+        place: Where it is read.
+        batches: Sums of the bytes of the first batches.
+        companions: The ranks that train the same model with them.
+    """
+
+    place: Place
+    batches: list[int] = field(default_factory=list)
+    companions: tuple[int, ...] = ()
+
+
+@final
+class Streams(Lint):
+    """Compares the first batches that ranks get from an `IterableDataset`, which each of them has to divide itself."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.WeakKeyDictionary[Any, _Stream]] = defaultdict(weakref.WeakKeyDictionary)
+        self._in_order: dict[int, list[_Stream]] = defaultdict(list)
+        self._last: dict[int, _Stream] = {}
+
+    @override
+    def got(self, facts: Facts, loader: Any, batch: Any) -> None:
+        of_rank = self._known[facts.rank]
+        if loader not in of_rank:
+            of_rank[loader] = _Stream(here())
+            self._in_order[facts.rank].append(of_rank[loader])
+        stream = self._last[facts.rank] = of_rank[loader]
+        tensor = next(_tensors(batch), None)
+        if tensor is not None and len(stream.batches) < _MOST:
+            stream.batches.append(checksum(numbers_of(tensor)))
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        if facts.rank in self._last:
+            self._last[facts.rank].companions = facts.companions()
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        found: list[Finding | None] = []
+        first = min(self._in_order, default=0)
+        for index, stream in enumerate(self._in_order.get(first, ())):
+            others = [self._in_order.get(rank, []) for rank in stream.companions if rank != first]
+            alike = [those[index] for those in others if index < len(those) and _are_alike(stream, those[index])]
+            if alike and len(alike) == len(others):
+                found.append(_finding(stream, len(others) + 1))
+        return found
+
+
+def _are_alike(stream: _Stream, other: _Stream) -> bool:
+    count = min(len(stream.batches), len(other.batches))
+    same = stream.batches[:count] == other.batches[:count]
+    return same and stream.place == other.place and len(set(stream.batches[:count])) >= _ENOUGH
+
+
+def _finding(stream: _Stream, ranks: int) -> Finding | None:
+    return finding(
+        "same-rows",
+        f"All {ranks} ranks train with the same batches of the loader at {stream.place}: its data set has no numbers "
+        "of rows, and no sampler divides it.",
+        "Let `__iter__` of the data set give each rank a part: `islice(rows, rank, None, ranks)`.",
+        [stream.place],
+    )
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        if can_be_read(batch) and batch.numel() > 1:
+            yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _tensors(value)

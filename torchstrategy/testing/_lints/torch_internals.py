@@ -1,0 +1,48 @@
+"""The private names of torch that only lints need, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn.modules import batchnorm
+from torch.utils import _python_dispatch
+from torch.utils.data import dataloader
+
+# The class of what `iter(loader)` returns. Its `_next_index` draws the rows of a batch, in the program's own thread.
+LoaderIterator: Any = dataloader._BaseDataLoaderIter
+
+# The classes under all norms that have statistics of several rows, and under those of a batch.
+NormBase: Any = batchnorm._NormBase
+BatchNorm: Any = batchnorm._BatchNorm
+
+# A block without dispatch modes. A number that autograd has saved is a tensor which, in a mode, turns into a number.
+without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
+
+
+def has_hook_of_gradients(model: Any) -> bool:
+    """Whether the program has given a `DistributedDataParallel` a hook that reduces the gradients in its place."""
+    return bool(getattr(model, "_comm_hooks", ()))
+
+
+def ignored_names(model: Any) -> set[str]:
+    """The parameters and buffers that a `DistributedDataParallel` was told to leave alone."""
+    return set(getattr(model, "parameters_to_ignore", ()))
+
+
+def scale_of(scaler: Any) -> torch.Tensor | None:
+    """The tensor by which a `GradScaler` multiplies losses; `get_scale` would wait for the device."""
+    found: torch.Tensor | None = getattr(scaler, "_scale", None)
+    return found
+
+
+def is_subset(dataset: Any) -> bool:
+    """Whether a dataset is some rows of another one."""
+    return isinstance(dataset, torch.utils.data.Subset)
+
+
+def is_persistent(module: torch.nn.Module, name: str) -> bool:
+    """Whether a buffer of a module is in its `state_dict`."""
+    return name not in module._non_persistent_buffers_set

@@ -1,0 +1,238 @@
+"""A block in which lints watch a program."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, IterableDataset
+
+from torchstrategy.testing._lints.findings import Finding
+from torchstrategy.testing._lints.fingerprints import number_of
+from torchstrategy.testing._lints.session import Session
+from torchstrategy.testing._lints.torch_internals import LoaderIterator, scale_of
+from torchstrategy.testing._ranks.witnesses import Told, witnesses
+from torchstrategy.testing._ranks.world import World, current_rank, current_world
+from torchstrategy.testing._simulation.program import is_unwatched
+from torchstrategy.testing._simulation.replacing import replacing
+
+Method = Callable[..., Any]
+
+
+@final
+class _Here(threading.local):
+    depth = 0  # of calls of `backward` within each other
+    opening: Any = None  # the loader whose iterator is being made
+    known: tuple[World | None, Session] | None = None  # the run that was asked for last
+
+
+@final
+class Watch:
+    """Tells the lints of each run what its program does: of ranks, or of the thread of the block."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._sessions: list[Session] = []
+        self._operators = Session(1).operators()
+        self._of_world: weakref.WeakKeyDictionary[World, Session] = weakref.WeakKeyDictionary()
+        self._alone: Session | None = None
+        self._here = _Here()
+        self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by their iterators
+
+    def findings(self) -> list[Finding]:
+        """What was found, each thing once."""
+        found = [finding for session in self._sessions for finding in session.findings()]
+        return list(dict.fromkeys(found))
+
+    def session(self) -> Session | None:
+        """The run of this thread; None if it is a thread of the program that is no rank."""
+        world = current_world()
+        known = self._here.known
+        if known is not None and known[0] is world:
+            return known[1]
+        if world is None and threading.get_ident() != self._thread:
+            return None
+        made = self._alone if world is None else self._of_world.get(world)
+        if made is None:
+            made = Session(1 if world is None else world.size)
+            self._sessions.append(made)
+            if world is None:
+                self._alone = made
+            else:
+                self._of_world[world] = made
+        self._here.known = world, made
+        return made
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """An operator has run on this thread."""
+        if func not in self._operators and not any(session.follows for session in self._sessions):
+            return
+        if is_unwatched():  # it is not the program's
+            return
+        session = self.session()
+        if session is not None:
+            session.operator(current_rank(), func, args, kwargs, result)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The block. Operators are told by the caller."""
+        hooks = [
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._tell("steps", optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._tell("stepped", optimizer)),
+        ]
+        witnesses.append(self._told)
+        try:
+            with replacing(self._replaced()):
+                yield
+        finally:
+            witnesses.remove(self._told)
+            for hook in hooks:
+                hook.remove()
+
+    def _replaced(self) -> list[tuple[Any, str, Any]]:
+        autograd: Any = torch.autograd
+        scaler: Any = torch.amp.GradScaler
+        optimizer, module, wrapped = torch.optim.Optimizer, torch.nn.Module, DistributedDataParallel
+        return [
+            (autograd, "backward", self._backward(autograd.backward)),
+            (wrapped, "__init__", self._after(wrapped.__init__, self._made)),
+            (wrapped, "forward", self._before(wrapped.forward, self._calls)),
+            (optimizer, "__init__", self._after(optimizer.__init__, self._has_optimizer)),
+            (optimizer, "zero_grad", self._before(optimizer.zero_grad, self._zeroed)),
+            (module, "zero_grad", self._before(module.zero_grad, self._zeroed)),
+            (scaler, "scale", self._after(scaler.scale, self._scaled)),
+            (DataLoader, "__iter__", self._iterating(DataLoader.__iter__)),
+            (LoaderIterator, "__next__", self._getting(LoaderIterator.__next__)),
+            (LoaderIterator, "_next_index", self._drawing(LoaderIterator._next_index)),
+        ]
+
+    def _tell(self, what: str, *args: Any) -> None:
+        session = self.session()
+        if session is not None:
+            getattr(session, what)(current_rank(), *args)
+
+    def _told(self, told: Told) -> None:
+        session = self.session()
+        if session is not None:
+            session.told(told)
+
+    def _before(self, method: Method, tell: Method) -> Method:
+        @functools.wraps(method)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                tell(*args, **kwargs)
+            return method(*args, **kwargs)
+
+        return told
+
+    def _after(self, method: Method, tell: Method) -> Method:
+        @functools.wraps(method)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                tell(*args, **kwargs)
+            return result
+
+        return told
+
+    def _made(self, wrapped: Any, *_: Any, **__: Any) -> None:
+        self._tell("made", wrapped)
+
+    def _calls(self, wrapped: Any, *args: Any, **kwargs: Any) -> None:
+        self._tell("calls", wrapped, (*args, *kwargs.values()))
+
+    def _zeroed(self, *_: Any, **__: Any) -> None:
+        self._tell("zeroed")
+
+    def _has_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        session = self.session()
+        if session is not None:
+            session.facts(current_rank()).optimizers.add(optimizer)
+
+    def _scaled(self, scaler: Any, *_: Any, **__: Any) -> None:
+        session, scale = self.session(), scale_of(scaler)
+        if session is not None and scale is not None:
+            session.facts(current_rank()).scale = number_of(scale)
+
+    def _backward(self, backward: Method) -> Method:
+        @functools.wraps(backward)
+        def told(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            session = self.session()
+            if session is None or self._here.depth:  # a part of a backward pass, as of a checkpoint
+                return backward(tensors, grad_tensors, *args, **kwargs)
+            losses = [tensors] if isinstance(tensors, torch.Tensor) else [one for one in tensors if _is_tensor(one)]
+            keeps = kwargs.get("retain_graph", args[0] if args else None)
+            has_gradient = any(one is not None for one in _listed(grad_tensors))
+            call = session.goes_back(current_rank(), losses, not keeps and not has_gradient)
+            self._here.depth += 1
+            try:
+                result = backward(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                self._here.depth -= 1
+            session.went_back(current_rank(), call)
+            return result
+
+        return told
+
+    def _iterating(self, iterate: Method) -> Method:
+        @functools.wraps(iterate)
+        def told(loader: Any) -> Any:
+            if self.session() is None:
+                return iterate(loader)
+            if not isinstance(loader.dataset, IterableDataset):
+                self._tell("opened", loader)
+            before, self._here.opening = self._here.opening, loader
+            try:
+                iterator = iterate(loader)
+            finally:
+                self._here.opening = before
+            self._loaders[iterator] = weakref.ref(loader)
+            return iterator
+
+        return told
+
+    def _getting(self, get: Method) -> Method:
+        @functools.wraps(get)
+        def told(iterator: Any) -> Any:
+            batch = get(iterator)
+            there = self._loaders.get(iterator)
+            loader = there and there()
+            if loader is not None and isinstance(loader.dataset, IterableDataset):
+                self._tell("got", loader, batch)
+            return batch
+
+        return told
+
+    def _drawing(self, draw: Method) -> Method:
+        @functools.wraps(draw)
+        def told(iterator: Any) -> Any:
+            there = self._loaders.get(iterator)
+            loader = self._here.opening or (there and there())
+            if loader is not None and isinstance(loader.dataset, IterableDataset):
+                return draw(iterator)
+            try:
+                rows = draw(iterator)
+            except StopIteration:
+                if loader is not None:
+                    self._tell("drew", loader, None)
+                raise
+            if loader is not None:
+                self._tell("drew", loader, rows)
+            return rows
+
+        return told
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
