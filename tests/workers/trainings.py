@@ -189,6 +189,20 @@ def sync_batch_norm_by_turns() -> Made:
     return model, optimizer, step, []
 
 
+def sync_batch_norm_of_doubled() -> Made:
+    """Hooks see what autograd saves. A replica without rows saved a mask, which is none when it has been doubled."""
+    model, optimizer, _, _ = sync_batch_norm()
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+            outputs = model(batch[0])
+        nn.functional.mse_loss(outputs[:, 0], batch[1].to(outputs)).backward()
+        optimizer.step()
+
+    return model, optimizer, step, []
+
+
 def batch_norm() -> Made:
     """Whose statistics are those of each replica's rows: only the same number of replicas computes the same."""
     return _normalised(nn.BatchNorm1d(8))
@@ -402,7 +416,7 @@ def counting() -> Made:
 
 
 EXACT = [sgd, adam, adamw, clipped, two_backwards, gathered, sync_batch_norm, over_micro_batches, scheduled, sparse]
-EXACT += [sync_batch_norm_by_turns]
+EXACT += [sync_batch_norm_by_turns, sync_batch_norm_of_doubled]
 EXACT += [overflowing, lbfgs, updated_outside, assigned, hooked]
 EXACT += [averaged, nan_in_understudies, counting]
 LIKE_ONE_PROCESS = [batch_norm, penalized]  # where a replica computes something of its own rows
@@ -413,7 +427,7 @@ COMPILED = [compiled, compiled_step, compiled_ahead]  # which take the compiler 
 
 def data_for(make: Callable[[], Made]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     # No replica normalises a single row.
-    if make in (sync_batch_norm, sync_batch_norm_by_turns):
+    if make in (sync_batch_norm, sync_batch_norm_by_turns, sync_batch_norm_of_doubled):
         data = batches((8, 8, 6, 2, 3, 8))
     else:
         data = batches((8, 6, 8) if make is batch_norm else SIZES)

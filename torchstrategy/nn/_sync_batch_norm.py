@@ -154,8 +154,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         brought = torch.stack([torch.full_like(point, count), point, centred.sum(dims), centred.square().sum(dims)])
         if not group.weight:
             # Zeros, whatever is there, but with the graph of it: without, `backward(inputs=...)` would not come to the
-            # backward of this layer here, where the other replicas wait.
-            brought = brought.where(torch.zeros_like(brought, dtype=torch.bool), 0)
+            # backward of this layer here, where the other replicas wait. The sum of no elements is 0, and autograd
+            # saves nothing of it: the user's hooks for saved tensors may be made for floating-point numbers only.
+            brought = torch.zeros_like(brought) + brought[:0].sum()
         gathered = group.all_gather([brought.unsqueeze(0)], axis=0, name="SyncBatchNorm")[0]
         total, reference, offset, variance = _combined(gathered)
         # The total is on the device, and to read it is to wait for the device. A replica with two values knows without
