@@ -200,7 +200,7 @@ def test_what_is_no_module_is_refused() -> None:
         DataParallel(DataParallel(mlp(), ["cpu"]), ["cpu", "cpu"])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_script_module_is_refused_where_there_would_be_copies_of_it() -> None:
     scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"Sequential\.0 is a ScriptModule"):

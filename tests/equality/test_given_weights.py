@@ -26,7 +26,7 @@ from topologies import compute_devices
 from torchstrategy._replication.module_replica import ModuleReplica
 
 # torch compiles some formulas of forward-mode derivatives by its own deprecated compiler.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
 class Net(nn.Module):

@@ -107,7 +107,7 @@ def states_of(training: Training) -> list[dict[str, Any]]:
     return states
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, in its forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, in its forward mode
 @pytest.mark.parametrize(("name", "topology", "where"), list(_cases()))
 def test_a_feature_does_what_it_does_in_plain_torch(name: str, topology: str, where: str) -> None:
     strategy, expected = TOPOLOGIES[topology](), plain(name)
@@ -631,7 +631,7 @@ def test_sizes_that_vary_are_compiled_for_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is:DeprecationWarning")  # torch's own, in its compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is")  # torch's own, in its compiler
 @pytest.mark.skipif("CI" not in os.environ, reason="compiles C++, which takes half a minute: set CI=1 to run it")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++, and there is no compiler: install g++")
 @without_simulated_devices

@@ -29,6 +29,7 @@ transformers: Any = pytest.importorskip("transformers", reason=WHY)
 tokenizers: Any = pytest.importorskip("tokenizers", reason=WHY)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # it calls torch.jit.script while it is imported
+    warnings.simplefilter("ignore", FutureWarning)  # the same in torch 2.14
     pyg: Any = pytest.importorskip("torch_geometric", reason=WHY)
     gnn: Any = pytest.importorskip("torch_geometric.nn", reason=WHY)
 

@@ -49,7 +49,7 @@ def rows() -> list[Row]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, in its forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, in its forward mode
 def test_the_page_runs() -> None:
     examples_run_on(PAGE, optionflags=doctest.ELLIPSIS)
 

@@ -45,6 +45,15 @@ def python(
         return subprocess.CompletedProcess(arguments, code, stdout.read_text(), stderr.read_text())
 
 
+def without_leaks_of_triton(stderr: str) -> str:
+    """What a process has said, without the list of what triton leaks.
+
+    A torch for CUDA may load triton. Its binding, nanobind, makes this list where Python ends and a thread still runs.
+    """
+    mine = ("nanobind: ", " - leaked ", " - ... skipped remainder", "See https://nanobind.")
+    return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith(mine))
+
+
 def _exit_code(program: str) -> int:
     interpreter = _interpreter()
     assert interpreter.stdin and interpreter.stdout

@@ -414,7 +414,7 @@ class TestLoading:
         assert type(parameter) is nn.Parameter and parameter.requires_grad and parameter.device == TWO
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_traced_and_an_exported_module_run() -> None:
     model, x = nn.Linear(2, 2).to(ONE), torch.ones(1, 2, device=ONE)
     assert_close(torch.jit.trace(model, x)(x), model(x))

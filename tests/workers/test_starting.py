@@ -185,6 +185,7 @@ strategy.run(lambda: None)
 
 @takes_long
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of native threads are read in /proc")
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 gives the threads of gloo no name")
 def test_no_thread_of_gloo_outlives_the_program() -> None:
     # A thread that let go of a tensor while Python ended aborted a process that had trained well: "terminate called
     # without an active exception".
@@ -211,6 +212,7 @@ def test_no_thread_of_gloo_outlives_the_program() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of native threads are read in /proc")
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 gives the threads of gloo no name")
 def test_a_strategy_that_is_no_longer_used_leaves_no_group() -> None:
     for meanwhile, after in cluster(2).run(starting.of_dropped_strategies):
         assert meanwhile > 0 == after
