@@ -164,6 +164,9 @@ def _end_all() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith(_NAME) and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
+            # Before Python 3.13, that waits for Python's part of the thread. Torch's part ends after it.
+            while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
+                time.sleep(0.001)
 
 
 atexit.register(_end_all)
