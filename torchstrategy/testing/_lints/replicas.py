@@ -152,9 +152,10 @@ class Replicas(Lint):
         parameter: torch.Tensor,
         key: tuple[Any, ...],
         ranks: Sequence[int],
-        **options: bool,
+        may_differ: bool = False,
+        is_a_guess: bool = False,
     ) -> Copies:
-        copies = self._copies.setdefault(key, Copies(key, tuple(ranks), False, **options))
+        copies = self._copies.setdefault(key, Copies(key, tuple(ranks), False, may_differ, is_a_guess))
         there = weakref.ref(parameter)
         copies.named[facts.rank] = lambda: {"": tensor} if (tensor := there()) is not None else {}
         self._owners[facts.rank, id(parameter)] = there, copies

@@ -193,7 +193,9 @@ class Watch:
                 iterator = iterate(loader)
             finally:
                 self._here.opening = before
-            self._loaders[iterator] = weakref.ref(loader)
+            # `for batch in DataLoader(...)` keeps the iterator alone. One that keeps its iterator is kept by others.
+            keeps = bool(getattr(loader, "persistent_workers", False))
+            self._loaders[iterator] = weakref.ref(loader) if keeps else functools.partial(_same, loader)
             return iterator
 
         return told
@@ -228,6 +230,10 @@ class Watch:
             return rows
 
         return told
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _is_tensor(value: Any) -> bool:
