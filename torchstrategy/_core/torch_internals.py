@@ -525,7 +525,7 @@ def keep_graphs_here() -> None:
     gave them to the main thread and to those of backward, and ended with an assertion on any other one; now it makes
     them where they are missing.
     """
-    if torch.__version__ < (2, 13):
+    if torch.__version__ < "2.13":  # which compares the numbers, and no text
         torch._C._stash_obj_in_tls("tree_manager_containers", {})
         torch._C._stash_obj_in_tls("tree_manager_locks", defaultdict(threading.Lock))
 

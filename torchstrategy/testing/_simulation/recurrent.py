@@ -46,4 +46,4 @@ def _lay_in_one_piece(weights: Sequence[torch.Tensor]) -> None:
         piece = torch.cat([weight.detach().reshape(-1) for weight in weights])
         parts = piece.split([weight.numel() for weight in weights])
         for weight, part in zip(weights, parts, strict=True):
-            weight.set_(part.view(weight.shape))  # type: ignore[call-overload]
+            weight.set_(part.view(weight.shape))
