@@ -68,14 +68,9 @@ def of_workers(strategy: str) -> list[float]:
 
 
 def test_the_program_for_several_processes_prints_what_one_prints() -> None:
-    ours = 'torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], gradient_reduction="loss")'
+    ours = 'torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], examples=count_tokens)'
     expected = of_workers("torchstrategy.get_strategy()")
     assert len(expected) == 3
-    try:
-        found = cluster(2).run(of_workers, ours)
-    except AssertionError as error:  # until several workers take gradient_reduction="loss": then `try` goes
-        if "NotImplementedError" in str(error):
-            pytest.xfail("several workers refuse gradient_reduction='loss'")
-        raise
+    found = cluster(2).run(of_workers, ours)
     for losses in found:
         assert losses == pytest.approx(expected, rel=1e-5)
