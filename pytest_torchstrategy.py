@@ -187,7 +187,7 @@ def _simulate(count: int, real: list[torch.device]) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     parts = []
-    if config.getoption("simulate_devices") is not None:
+    if config.getoption("simulate_devices") is not None or config.getoption("as_cuda"):
         is_cuda = config.getoption("cuda_alias") or config.getoption("as_cuda")
         parts.append(_simulated_in_words() + (', which "cuda" means' if is_cuda else ""))
     if config.getoption("ranks") is not None:

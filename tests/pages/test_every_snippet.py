@@ -46,6 +46,7 @@ ABOUT_ONE = {
     "data_parallel.md": "the drop-in, which has no strategy",
     "dataparallel-faults.md": "torch.nn.DataParallel and the drop-in",
     "dataparallel-faults-in-modules.md": "torch.nn.DataParallel and the drop-in",
+    "language-models.md": "a strategy that reads losses",
     "sharded-models.md": "a model that workers share among them",
     "testing.md": "tests of four replicas; the fixture `strategy` has all of them",
     "testing-cuda-scripts.md": "scripts for CUDA",
@@ -293,7 +294,11 @@ def test_lines_of_the_table_on_losses(name: str) -> None:
 
 CALL = re.compile(r"\b(?:torchstrategy|strategy|optimizer|model|variable|dataset)\.[A-Za-z_.]+\(")
 # They simulate devices in this process for good, or are part of another line.
-NOT_RUN = ("torchstrategy.testing.simulate_devices(2)", "torchstrategy.testing.simulate_devices(n)")
+NOT_RUN = (
+    "torchstrategy.testing.simulate_devices(2)",
+    "torchstrategy.testing.simulate_devices(n)",
+    "model.module(x)",  # what not to call
+)
 
 
 def calls_in(text: str) -> Iterator[str]:
@@ -345,6 +350,7 @@ def names_of_messages(strategy: torchstrategy.Strategy, folder: Path) -> dict[st
     if isinstance(names["dataset"], DataLoader):  # the default strategy returns the loader itself
         names["dataset"].state_dict = dict
     names["step"] = lambda *args: None
+    names |= {"loss": names["losses"], "counts": names["batch"]}
     return names
 
 

@@ -87,7 +87,7 @@ def test_snippets_print_what_the_page_shows(page: str, place: str, tmp_path: Pat
 @pytest.mark.parametrize("page", PAGES)
 def test_every_snippet_is_run(page: str) -> None:
     text = PAGES[page].read_text()
-    assert set(re.findall(r"^```(\w+)$", text, re.M)) <= {"python", "diff", "pycon"}
+    assert set(re.findall(r"^```(\w+)$", text, re.M)) <= {"python", "diff", "pycon", "shell"}
     shown = [snippets(place, page).splitlines() for place in PLACES]
     run = {n for lines in shown for n, line in enumerate(lines) if line.startswith(">>> ")}
     assert len(run) == text.count("\n>>> ")

@@ -436,8 +436,10 @@ def test_the_report_and_its_json_have_the_same_numbers() -> None:
         "synchronizations": [{"why": "a number is read", "line": "train.py:9", "times": 5}],
         "peak_bytes": {"cuda:0": 123, "cuda:1": 9_999_999},
         "races": ["one race"],
+        "notes": [],
         "findings": [],
         "collectives": {},
+        "ranks": {"order": None, "failed": [], "waiting": []},
         "predicted": None,
     }
 

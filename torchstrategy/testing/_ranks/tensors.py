@@ -43,8 +43,12 @@ def bring(values: torch.Tensor, tensor: torch.Tensor) -> None:
     """Writes numbers on a tensor, if there are any."""
     if values.is_meta or _has_no_numbers(tensor):
         return
+    if values.is_sparse:
+        with torch.no_grad():  # `data` of a sparse tensor gets indices and values of its own
+            tensor.copy_(values)
+        return
     here = _seen_here(tensor)
-    here.copy_(values if values.is_sparse else values.reshape(here.shape))
+    here.copy_(values.reshape(here.shape))
 
 
 def spoil(tensor: torch.Tensor) -> None:

@@ -229,7 +229,7 @@ class _Run:
         except KeyboardInterrupt:
             return 130  # as a shell says it
         except BaseException as error:
-            self._output.write(printed(error) + advice(error, self.has_ranks))
+            self._output.write(printed(error) + advice(error, self._options.ranks is not None))
             return 1
         return 0
 
