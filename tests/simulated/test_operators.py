@@ -130,3 +130,11 @@ def test_a_mode_is_written_to_an_out() -> None:
     values, indices = torch.empty(0, device="sim:1"), torch.empty(0, dtype=torch.int64, device="sim:1")
     torch.mode(torch.tensor([1.0, 2.0, 2.0], device="sim:1"), out=(values, indices))
     assert (values.item(), indices.item()) == (2, 2)
+
+
+def test_integers_are_counted_as_on_gpus() -> None:
+    """The CPU's kernel takes floating-point numbers only, and layers of experts count the rows of each expert by it."""
+    experts = torch.tensor([0, 2, 2, 1, 2], dtype=torch.int32, device="sim:0")
+    counts = torch.histc(experts, bins=4, min=0, max=3)
+    assert counts.dtype == torch.int32 and counts.tolist() == [1, 1, 3, 0]
+    assert torch.histc(experts.float(), bins=4, min=0, max=3).tolist() == [1, 1, 3, 0]

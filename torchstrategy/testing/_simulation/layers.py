@@ -18,7 +18,7 @@ def register(backend: Backend) -> None:
     """Registers the kernels."""
     _register_convolution(backend)
     _register_dropout(backend)
-    for name, function in _CELLS.items():
+    for name, function in {**_CELLS, "histc": _histc}.items():
         backend.kernel(name)(written_for_cpu(operator(name), function))
 
 
@@ -51,6 +51,13 @@ def _dropout(inputs: Any, p: float, train: bool | None, generator: torch.Generat
         return inputs.clone(), kept
     chosen = kept if inputs.is_meta else kept.bernoulli_(1 - p, generator=generator)
     return inputs * chosen * (0.0 if p == 1 else 1 / (1 - p)), kept
+
+
+def _histc(inputs: Any, *options: Any, **named: Any) -> Any:
+    """Counts integers, too, as on GPUs: layers of experts count the rows of each expert by it."""
+    if inputs.dtype.is_floating_point:
+        return torch.histc(inputs, *options, **named)
+    return torch.histc(inputs.double(), *options, **named).to(inputs.dtype)
 
 
 # Torch has fused cells of recurrent layers for GPUs only, so they are written below.
