@@ -113,9 +113,10 @@ def last_console_of(document: Path) -> Block:
 
 
 def consoles() -> list[Any]:
-    """Those of the tutorial take several seconds each."""
+    """Those of the tutorial, and all the tests that a page shows, take several seconds each."""
+    long = {"tutorial", "testing"}
     return [
-        pytest.param(block, marks=[takes_long] if block.document.stem == "tutorial" else [], id=str(block))
+        pytest.param(block, marks=[takes_long] if block.document.stem in long else [], id=str(block))
         for block in blocks("console")
     ]
 

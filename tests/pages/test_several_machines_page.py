@@ -133,8 +133,20 @@ def here(command: str) -> str:
     return command
 
 
+def commands() -> list[Any]:
+    """That of Slurm takes several seconds."""
+    return [
+        pytest.param(
+            command,
+            marks=[takes_long] if "srun python" in command else [],
+            id=command.replace("\\\n", "").split("\n")[-2][:60],
+        )
+        for command in SHELL
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", SHELL, ids=[command.replace("\\\n", "").split("\n")[-2][:60] for command in SHELL])
+@pytest.mark.parametrize("command", commands())
 def test_a_command_trains_what_one_process_trains(command: str, folder: Path, expected: list[float]) -> None:
     environment = {}
     if "#SBATCH" in command:

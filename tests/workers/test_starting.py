@@ -229,6 +229,7 @@ sys.stdin.readline()
 """
 
 
+@takes_long
 def test_the_process_that_keeps_the_store_leaves_last() -> None:
     """If it ended first, a worker that still used the store said that the connection was reset."""
     (port,) = free_ports(1)
