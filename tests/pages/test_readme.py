@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,11 +114,11 @@ def last_console_of(document: Path) -> Block:
 
 
 def consoles() -> list[Any]:
-    """Those of the tutorial, and all the tests that a page shows, take several seconds each."""
-    long = {"tutorial", "testing"}
+    """All but those of the tutorial. The tests that one page shows take several seconds."""
     return [
-        pytest.param(block, marks=[takes_long] if block.document.stem in long else [], id=str(block))
+        pytest.param(block, marks=[takes_long] if block.document.stem == "testing" else [], id=str(block))
         for block in blocks("console")
+        if block.document.stem != "tutorial"
     ]
 
 
@@ -127,11 +128,26 @@ def test_a_reader_who_follows_a_page_sees_what_it_shows(console: Block, tmp_path
     for block in blocks_of(console.document):
         if block.file and block.line < console.line:  # a later version takes the place of an earlier one
             (tmp_path / block.file).write_text(block.text)
+    is_last = console == last_console_of(console.document)
+    assert_prints(console, tmp_path, printed_by if is_last else printed_sooner_by)
+
+
+@takes_long
+def test_a_reader_who_follows_the_tutorial_sees_what_it_shows(tmp_path: Path) -> None:
+    """Its commands read what those before them have written."""
+    (document,) = {block.document for block in blocks("console") if block.document.stem == "tutorial"}
+    for block in blocks_of(document):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+        elif block.language == "console":
+            assert_prints(block, tmp_path, printed_sooner_by)
+
+
+def assert_prints(console: Block, folder: Path, printed: Callable[[str, Path], str]) -> None:
     command, shown = console.text.removeprefix("$ ").split("\n", 1)
-    as_shown = printed_by if console == last_console_of(console.document) else printed_sooner_by
-    printed = as_shown(command, tmp_path)
-    is_shown = OutputChecker().check_output(shown, printed, ELLIPSIS | NORMALIZE_WHITESPACE)
-    assert is_shown, f"{console}: {command} does not print\n\n{shown}\nbut\n\n{printed}"
+    output = printed(command, folder)
+    is_shown = OutputChecker().check_output(shown, output, ELLIPSIS | NORMALIZE_WHITESPACE)
+    assert is_shown, f"{console}: {command} does not print\n\n{shown}\nbut\n\n{output}"
 
 
 def test_files_of_a_page_are_run_by_a_later_console() -> None:

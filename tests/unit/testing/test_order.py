@@ -512,7 +512,7 @@ def test_a_replica_that_pauses_where_nobody_gives_turns_goes_on() -> None:
         ([0, True], TypeError, "got True, a bool"),
         ([0, 1.0], TypeError, "got 1.0, a float"),
         ([0, "1"], TypeError, "got '1', a str"),
-        ("01", TypeError, "sequence of replica ids"),
+        ("01", ValueError, "'01' is no order"),
         (1, TypeError, "sequence of replica ids"),
         ({0, 1}, TypeError, "sequence of replica ids"),
     ],

@@ -195,6 +195,8 @@ class Part(Wait):
 
     def describe(self) -> str:
         missing = self._exchange.missing()
+        if not missing:  # all have come, and one of them with something that does not fit
+            return f"waits in {self}"
         for_whom = " and ".join([", ".join(map(str, missing[:-1])), str(missing[-1])]).removeprefix(" and ")
         return f"waits in {self} for {'rank' if len(missing) == 1 else 'ranks'} {for_whom}"
 
