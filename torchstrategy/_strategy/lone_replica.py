@@ -10,6 +10,7 @@ from torchstrategy._core import distributed_values
 from torchstrategy._core.context import in_use, needs_device_context, this_thread
 from torchstrategy._core.distributed_values import check_component_counts
 from torchstrategy._core.options import ReduceOp, RunOptions
+from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, StrategyLike, Tree
 from torchstrategy._execution.instruments import performed_alone
@@ -81,6 +82,9 @@ def run_on_own_objects(
             frame.ends()
         return result
 
-    with traced("run {} [replica {}]", fn, 0):
+    if is_profiling():
+        with traced("run {} [replica {}]", fn, 0):
+            result = storage.run(weights, name, values, (args, kwargs), call)
+    else:
         result = storage.run(weights, name, values, (args, kwargs), call)
     return None if result is None else weights.regrouped({0: result}, workers, are_results=True)
