@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
+from known_losses import Fused
 from problems import deal
 from torchstrategy import RunOptions
 
@@ -123,22 +124,6 @@ def test_the_line_in_the_docs_is_plain_pytorch(strategy: torchstrategy.Strategy,
 
 
 # The table: for each kind of loss, some of that kind, as plain PyTorch has them
-
-
-class Fused(torch.autograd.Function):
-    """A loss with a backward of its own, of which nothing can be read."""
-
-    @staticmethod
-    def forward(ctx: Any, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            inner = outputs.detach().requires_grad_()
-            loss = F.cross_entropy(inner, targets)
-        (ctx.gradient,) = torch.autograd.grad(loss, inner)
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.gradient, None
 
 
 def compiled(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

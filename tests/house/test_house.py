@@ -67,6 +67,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "pinned",
             "shapes",
             "sync_debug",
+            "thread_modes",
         },  # which devices there are, and what happens on them
         {"words"},
         {"fakes", "generators", "program", "streams"},

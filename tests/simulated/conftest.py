@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,24 +59,20 @@ def no_tensors_of_other_tests(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="module")
 def counting() -> Iterator[Any]:
     """The module benchmarks/waits.py."""
-    known = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        import waits
-
-        yield waits
-    for name in {"waits", "contest"} - known:
-        sys.modules.pop(name, None)
+    yield from benchmark("waits", "contest")
 
 
 @pytest.fixture(scope="module")
 def contests() -> Iterator[Any]:
     """The module benchmarks/accelerator.py."""
+    yield from benchmark("accelerator", "contest", "networks")
+
+
+def benchmark(name: str, *imported: str) -> Iterator[Any]:
+    """A module of benchmarks/. It is forgotten after the tests, with those of the folder that it has imported."""
     known = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        import accelerator
-
-        yield accelerator
-    for name in {"accelerator", "contest", "networks"} - known:
-        sys.modules.pop(name, None)
+        yield importlib.import_module(name)
+    for forgotten in {name, *imported} - known:
+        sys.modules.pop(forgotten, None)

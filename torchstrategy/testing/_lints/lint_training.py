@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from typing_extensions import override
 
-from torchstrategy._core.torch_internals import TorchDispatchMode, push_dispatch_mode
+from torchstrategy._core.torch_internals import TorchDispatchMode
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.watching import Watch
 from torchstrategy.testing._ranks.witnesses import witnesses
 from torchstrategy.testing._simulation.replacing import replacing
+from torchstrategy.testing._simulation.thread_modes import starting_in
 
 
 @final
@@ -69,7 +68,7 @@ def lint_training(check: bool = True) -> Iterator[TrainingRecord]:
     mode = _Operators(watch)
     with (
         watch.watching(),
-        replacing([(threading.Thread, "start", _watched(threading.Thread.start, mode))]),
+        replacing([starting_in(mode)]),
         mode,
     ):
         yield record
@@ -95,18 +94,3 @@ class _Operators(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._watch.operator(func, args, kwargs or {}, result)
         return result
-
-
-def _watched(start: Callable[[threading.Thread], None], mode: _Operators) -> Callable[[threading.Thread], None]:
-    @functools.wraps(start)
-    def started(thread: threading.Thread) -> None:
-        run = thread.run
-
-        def watched() -> None:
-            push_dispatch_mode(mode)  # for as long as the thread lives
-            run()
-
-        thread.run = watched  # type: ignore[method-assign]
-        start(thread)
-
-    return started

@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchstrategy.testing._simulation.replacing import replacing
+
 _c10d: Any = torch._C._distributed_c10d
 # C++ keeps a table of process groups by name. With isolation, each thread has a table of its own.
 isolate_threads: Callable[[bool], None] = _c10d._set_thread_isolation_mode
@@ -242,14 +244,10 @@ def groups_made_by(
         (dist, "TCPStore", lambda *args, **options: store_of()),
         (dist, "FileStore", lambda *args, **options: store_of()),
     ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in in_place]
-    for module, name, value in in_place:
-        setattr(module, name, value)
     try:
-        yield
+        with replacing(in_place):
+            yield
     finally:
-        for module, name, value in before:
-            setattr(module, name, value)
         plugins: Any = dist.Backend._plugins
         del plugins[_BACKEND.upper()]  # it holds all of the run
 

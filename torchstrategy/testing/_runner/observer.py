@@ -13,11 +13,12 @@ from typing import Any, final
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torchstrategy._core.torch_internals import TorchDispatchMode, push_dispatch_mode
+from torchstrategy._core.torch_internals import TorchDispatchMode
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._ranks.world import current_rank
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
 from torchstrategy.testing._simulation.replacing import replacing
+from torchstrategy.testing._simulation.thread_modes import starting_in
 
 _aten = torch.ops.aten
 _WAITING = {
@@ -124,7 +125,7 @@ def observing(observer: Observer) -> Iterator[None]:
         (module.Event, "synchronize", "event.synchronize()"),
     ]
     values = [(owner, name, _counted(getattr(owner, name), observer, why)) for owner, name, why in places]
-    values.append((threading.Thread, "start", _observed(threading.Thread.start, observer)))
+    values.append(starting_in(observer))
     hook = register_optimizer_step_post_hook(observer.stepped)
     try:
         with replacing(values):
@@ -140,18 +141,3 @@ def _counted(wait: Callable[..., Any], observer: Observer, why: str) -> Callable
         return wait(*args, **kwargs)
 
     return counted
-
-
-def _observed(start: Callable[[threading.Thread], None], observer: Observer) -> Callable[[threading.Thread], None]:
-    @functools.wraps(start)
-    def started(thread: threading.Thread) -> None:
-        run = thread.run
-
-        def observed() -> None:
-            push_dispatch_mode(observer)  # for as long as the thread lives
-            run()
-
-        thread.run = observed  # type: ignore[method-assign]
-        start(thread)
-
-    return started

@@ -5,6 +5,7 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
 
     ordinals      which simulated devices there are, and which is current on this thread
     replacing     attributes that have other values for a while
+    thread_modes  threads that are in a mode of the dispatcher from their start
     listeners     what is told what happens on streams
     pinned        memory of the CPU with a mark
     pinned_creation  pinned memory where it is made

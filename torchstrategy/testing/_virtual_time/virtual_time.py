@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torchstrategy.testing._simulation.listeners import listeners, listening
 from torchstrategy.testing._simulation.ordinals import device_count
 from torchstrategy.testing._simulation.program import watching_the_cpu
+from torchstrategy.testing._simulation.replacing import replacing
 from torchstrategy.testing._simulation.shapes import computing_shapes_only
 from torchstrategy.testing._virtual_time.clock import Clock
 from torchstrategy.testing._virtual_time.hosts import Hosts, of_others
@@ -83,17 +84,8 @@ def _profile_named(profile: object) -> DeviceProfile:
     return profile
 
 
-@contextmanager
-def _answering_for(hosts: Hosts) -> Iterator[None]:
-    functions: Any = time
-    before = {name: getattr(functions, name) for name in _FUNCTIONS}
-    for name, original in before.items():
-        setattr(functions, name, _after(original(), hosts))
-    try:
-        yield
-    finally:
-        for name, original in before.items():
-            setattr(functions, name, original)
+def _answering_for(hosts: Hosts) -> AbstractContextManager[None]:
+    return replacing([(time, name, _after(getattr(time, name)(), hosts)) for name in _FUNCTIONS])
 
 
 def _after(began: float, hosts: Hosts) -> Any:
