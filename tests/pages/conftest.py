@@ -1,4 +1,7 @@
-"""The processes that tests of pages share end with these tests: else pytest would wait for them for ever at its end."""
+"""The processes that the tests of a page share end with these tests.
+
+Tests that come later look for processes that they left behind. And pytest waits at its end for processes that run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 from workers.cluster import end_all
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def shared_processes() -> Iterator[None]:
     yield
     end_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,5 +118,9 @@ def of_dropped_strategies() -> tuple[int, int]:
 
 
 def num_gloo_threads() -> int:
-    tasks = Path("/proc/self/task").iterdir()
-    return sum("gloo" in (task / "comm").read_text() for task in tasks)
+    names: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        # A thread may end between the listing and the look at its name.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            names.append((task / "comm").read_text())
+    return sum("gloo" in name for name in names)
