@@ -199,7 +199,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def _simulated_in_words() -> str:
     from torchstrategy import testing
-    from torchstrategy._core.errors import plural
+    from torchstrategy._base.errors import plural
 
     devices = testing.simulated_devices()
     if not devices:

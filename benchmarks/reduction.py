@@ -15,11 +15,11 @@ from torch import nn
 import torchstrategy
 from contest import Contender, Measure, Row, compared, hold, timed
 from torchstrategy import ReduceOp
-from torchstrategy._core.options import NO_OPTIONS
-from torchstrategy._execution.replica import InlineReplica
-from torchstrategy._execution.replica_weights import ReplicaWeights
-from torchstrategy._training.gradient_reducer import GradientReducer
-from torchstrategy._training.replica_gradients import ReplicaParameter, make_local
+from torchstrategy._base.options import NO_OPTIONS
+from torchstrategy._copies.gradients.gradient_reducer import GradientReducer
+from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, make_local
+from torchstrategy._group.group import InlineReplica
+from torchstrategy._group.participants import ReplicaWeights
 
 REPLICAS, WEIGHT, BAR = 4, 0.25, 1.1
 LAYOUTS = {"10 of 10 MB": (10, 2_500_000), "1,000 of 100 kB": (1_000, 25_000), "10,000 of 10 kB": (10_000, 2_500)}

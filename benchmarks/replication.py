@@ -23,9 +23,9 @@ from torch.nn.parallel import replicate
 import torchstrategy
 from contest import Contender, Measure, Row, Work, compared, hold, timed
 from torchstrategy import ReduceOp
-from torchstrategy._replication.placement import Placement
-from torchstrategy._replication.storage import ReplicatedStorage
-from torchstrategy._strategy.replicated import ReplicatedExtended
+from torchstrategy._copies.replicated_storage import ReplicatedStorage
+from torchstrategy._run.placement import Placement
+from torchstrategy.replicated import ReplicatedExtended
 from torchstrategy.testing import count_traffic
 
 BAR = 1.15

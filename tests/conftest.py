@@ -43,12 +43,12 @@ if simulated_devices():
         "contract/test_run_options.py",
         "equality/test_base_classes.py",
         "equality/test_drawing_programs.py",
-        "unit/communication/test_communication_options.py",
-        "unit/input/test_element_spec.py",
-        "unit/input/test_input_options.py",
-        "unit/input/test_numpy_dataset.py",
-        "unit/input/test_resume.py",
-        "unit/input/test_resume_refusals.py",
+        "unit/parity/test_communication_options.py",
+        "unit/data/test_element_spec.py",
+        "unit/data/test_input_options.py",
+        "unit/data/test_numpy_dataset.py",
+        "unit/data/test_resume.py",
+        "unit/data/test_resume_refusals.py",
     ]
 
 

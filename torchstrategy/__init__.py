@@ -41,32 +41,34 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 from torchstrategy import cluster_resolver, compat, experimental, nn
-from torchstrategy._communication.cross_device_ops import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from torchstrategy._communication.workers import WorkerError
-from torchstrategy._core.context import has_strategy, in_cross_replica_context, set_default
-from torchstrategy._core.distributed_values import DistributedValues, PerReplica
-from torchstrategy._core.errors import (
+from torchstrategy._base.context import has_strategy, in_cross_replica_context, set_default
+from torchstrategy._base.distributed_values import DistributedValues, PerReplica
+from torchstrategy._base.errors import (
     LossWeightWarning,
     ReplicaBufferWarning,
     SharedWriteWarning,
     UndistributedBatchWarning,
 )
-from torchstrategy._core.errors import did_you_mean as _did_you_mean
-from torchstrategy._core.errors import explain_keywords as _explain_keywords
-from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext, VariableAggregation, VariableSynchronization
-from torchstrategy._data_parallel.data_parallel import DataParallel, data_parallel
-from torchstrategy._input.batch_types import register_batch_type
-from torchstrategy._input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError
-from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
-from torchstrategy._input.steps import PerReplicaSpec, TensorSpec
-from torchstrategy._strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from torchstrategy._strategy.replica_context import LoneFrame, ReplicaContext, get_replica_context
-from torchstrategy._strategy.strategies import (
+from torchstrategy._base.errors import did_you_mean as _did_you_mean
+from torchstrategy._base.errors import explain_keywords as _explain_keywords
+from torchstrategy._base.options import ReduceOp, RunOptions, ValueContext, VariableAggregation, VariableSynchronization
+from torchstrategy._data.batch_types import register_batch_type
+from torchstrategy._data.dataset import DistributedDataset, DistributedIterator, OutOfRangeError
+from torchstrategy._data.options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._data.steps import PerReplicaSpec, TensorSpec
+from torchstrategy._group.workers import WorkerError
+from torchstrategy._parity.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from torchstrategy._variables.variable import Variable
+from torchstrategy.data_parallel import DataParallel, data_parallel
+from torchstrategy.extended import StrategyExtended
+from torchstrategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from torchstrategy.replica_context import LoneFrame, ReplicaContext, get_replica_context
+from torchstrategy.strategies import (
     CentralStorageStrategy,
     DefaultStrategy,
     MirroredStrategy,
@@ -74,9 +76,7 @@ from torchstrategy._strategy.strategies import (
     experimental_set_strategy,
     get_strategy,
 )
-from torchstrategy._strategy.strategy import Strategy
-from torchstrategy._strategy.strategy_extended import StrategyExtended
-from torchstrategy._variables.variable import Variable
+from torchstrategy.strategy import Strategy
 
 __all__ = [
     "CentralStorageStrategy",
@@ -127,7 +127,7 @@ __all__ = [
 
 __version__ = "0.2.0"  # the one place that says it
 
-# The one fact that looks up: what `_core/context` answers where nothing was entered stands on a floor above it.
+# The one fact that looks up: what `_base/context` answers where nothing was entered stands on a floor above it.
 _default_strategy = DefaultStrategy()
 set_default(_default_strategy, LoneFrame(_default_strategy).replica_context)
 

@@ -13,7 +13,7 @@ from conditions import needs_signals
 from failures import HANG, Problem, assert_same, reduce, replica
 from problems import share_a_place
 from topologies import central_in_one_place
-from torchstrategy._execution import replica_threads
+from torchstrategy._group import replica_threads
 
 pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure")
 

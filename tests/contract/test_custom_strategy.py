@@ -229,7 +229,7 @@ def test_what_is_missing_is_named_when_it_is_needed(name: str) -> None:
 
 def test_the_page_lists_all_that_can_be_missing() -> None:
     package = Path(torchstrategy.__file__).parent
-    files = (package / "_strategy" / "strategy_extended.py", package / "_variables" / "kinds.py")
+    files = (package / "extended.py", package / "_variables" / "kinds.py")
     source = "".join(path.read_text() for path in files)
     assert re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE) == list(NEEDS)
     assert set(NEEDS) == set(re.findall(r'self\._missing\("(\w+)"\)', source))

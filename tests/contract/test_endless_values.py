@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torchstrategy
-from torchstrategy._core.tree import MOST_LEVELS, check_depth, leaves_with_names, map_leaves, tree_leaves
+from torchstrategy._base.tree import MOST_LEVELS, check_depth, leaves_with_names, map_leaves, tree_leaves
 
 Make = Callable[[], Any]
 

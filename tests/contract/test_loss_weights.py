@@ -17,7 +17,7 @@ import torchstrategy
 from known_losses import KNOWN, Loss, Net, Rows, ce, each, masked, rows_of
 from topologies import SIMULATED, central, central_in_one_place, mirrored, mirrored_with_copies
 from torchstrategy import LossWeightWarning, RunOptions
-from torchstrategy._strategy.run_losses import LOOKS, RunLosses
+from torchstrategy._run.run_losses import LOOKS, RunLosses
 from torchstrategy.nn import compute_average_loss, scale_regularization_loss
 
 Make = Callable[..., torchstrategy.Strategy]
@@ -29,7 +29,7 @@ KINDS: dict[str, Make] = {
 }
 # Two readings of these are possible from their graphs alone, and rows are kept.
 UNDECIDED = {"ctc_sum_by_targets", "words_plus_sentences", "two_masks", "accumulation_as_rows", "two_heads_halved"}
-SLOW = {"compiled_loss", "compiled_model"}  # tests/unit/execution/test_loss_terms.py reads them
+SLOW = {"compiled_loss", "compiled_model"}  # tests/unit/run/test_loss_terms.py reads them
 Gradients = dict[str, torch.Tensor]
 
 

@@ -16,7 +16,7 @@ import torchstrategy
 from conditions import needs_simulated_devices, takes_long
 from problems import in_pieces
 from topologies import ALONE, SIMULATED, central
-from torchstrategy._core.context import in_use, is_accelerator
+from torchstrategy._base.context import in_use, is_accelerator
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import torchstrategy
-from torchstrategy._replication import storage
-from torchstrategy._replication.storage import ReplicatedStorage
+from torchstrategy._copies.replicated_storage import ReplicatedStorage
+from torchstrategy._run import storage
 
 
 def storage_of(strategy: torchstrategy.Strategy) -> ReplicatedStorage:

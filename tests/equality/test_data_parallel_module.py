@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from data_parallel import F64, FIRST, ROWS, Calls, alike, here, parallel, returning, same_gradients
 from problems import assert_close, close, data, gradients, mlp, parameters, replica_id, sgd
 from topologies import compute_devices
-from torchstrategy._replication.replicated_modules import ReplicatedModules
+from torchstrategy._copies.modules.replicated_modules import ReplicatedModules
 
 # What the module is
 

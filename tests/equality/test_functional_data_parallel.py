@@ -14,7 +14,7 @@ from torch import nn
 import torchstrategy
 from topologies import compute_devices
 from torchstrategy import data_parallel
-from torchstrategy._data_parallel.data_parallel import _of_calls
+from torchstrategy.data_parallel import _of_calls
 
 
 class Scaled(nn.Module):

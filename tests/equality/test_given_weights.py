@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations, parametrize
 import torchstrategy
 from data_parallel import F64, FIRST, alike, parallel
 from topologies import compute_devices
-from torchstrategy._replication.module_replica import ModuleReplica
+from torchstrategy._copies.modules.module_replica import ModuleReplica
 
 # torch compiles some formulas of forward-mode derivatives by its own deprecated compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

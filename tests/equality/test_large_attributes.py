@@ -19,8 +19,8 @@ from torch import nn
 
 import torchstrategy
 from topologies import central, central_in_one_place, mirrored, mirrored_with_copies
-from torchstrategy._binding import attribute_contents
-from torchstrategy._replication import late_attributes
+from torchstrategy._base.objects import attribute_contents
+from torchstrategy._copies.attributes import late_attributes
 from torchstrategy.testing import assert_replicas_agree
 
 F64 = {"dtype": torch.float64}

@@ -40,7 +40,7 @@ from features.schedulers import SCHEDULERS
 from features.training import ALIKE, F64, FEATURES, SLOW, STATEFUL, Training, tensors_of
 from problems import built, data, deal, mlp, mse, replica_id
 from topologies import SIMULATED, central, mirrored
-from torchstrategy._core.devices import memory_device
+from torchstrategy._base.devices import memory_device
 
 
 def on_devices(replicas: int) -> torchstrategy.Strategy:

@@ -14,7 +14,7 @@ import torchstrategy
 from problems import assert_close, built, compare, data, deal, gradients, mse, sgd
 from topologies import MAKERS, SIMULATED
 from torchstrategy import RunOptions
-from torchstrategy._core.torch_internals import raw_grads
+from torchstrategy._base.torch_internals import raw_grads
 
 # ---- parameters that only some replicas use
 
@@ -219,7 +219,7 @@ def test_reads_of_many_parameters_look_at_them_a_few_times(make, monkeypatch):
         looks.append(1)
         return raw_grads(tensors)
 
-    monkeypatch.setattr("torchstrategy._training.replica_gradients.raw_grads", counted)
+    monkeypatch.setattr("torchstrategy._copies.gradients.replica_gradients.raw_grads", counted)
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         for p in model.weights:

@@ -18,7 +18,7 @@ from torch import nn
 
 import torchstrategy
 from torchstrategy import ReplicaBufferWarning
-from torchstrategy._core.context import in_use
+from torchstrategy._base.context import in_use
 
 X = torch.arange(16, dtype=torch.float64).reshape(8, 2) / 16
 

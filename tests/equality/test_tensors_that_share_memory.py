@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import torchstrategy
-from torchstrategy._core.context import in_use
+from torchstrategy._base.context import in_use
 
 X = torch.arange(8, dtype=torch.float64).reshape(4, 2) / 8
 

@@ -18,7 +18,7 @@ import torchstrategy
 from nets import F64, Net, outputs, train, trained
 from problems import assert_close, close, compare, data, deal, gradients, mse, replica_id
 from topologies import SIMULATED, central_in_one_place, central_with_copies
-from torchstrategy._core.context import in_use
+from torchstrategy._base.context import in_use
 
 
 def _eval(model: Any) -> None:

@@ -32,30 +32,37 @@ At a *synchronization point* every replica brings something, and all go on toget
 The rooms of the package, from the lowest floor up. A room imports only from lower floors, which stand before it here; a
 file imports only files that stand before it in its room's docstring.
 
-    _core             what every other room uses: types, errors, options, devices, values, where a thread is
+    _base                  what every other room uses: types, errors, devices, values, what objects hold
     ----
-    _communication    copies and sums between devices
-    _binding          how a name in the step comes to mean the replica's own object
-    cluster_resolver  who is in a cluster, and which process this is
+    _group                 who takes part and who waits for whom; how values become one
+    cluster_resolver       who is in a cluster, and which process this is
     ----
-    _execution        threads, turns, synchronization points, random streams
-    _input            datasets: reading, splitting, prefetching
-    _variables        tensors that replicas share and assign
+    _data                  datasets: reading, splitting, prefetching
+    _variables             tensors that replicas share and assign
+    _parity                cross-device operations and options, as TensorFlow has them
     ----
-    _training         the gradients of all replicas become one, and one update follows
+    extended               `Strategy.extended`, and what a strategy of one's own defines
+    nn                     losses and batch normalisation over the whole batch
     ----
-    nn                losses and batch normalisation over the whole batch
-    _replication      a model and its optimizers in several replicas
+    strategy               `Strategy`: what users call
     ----
-    _run              one replica in each of several workers, on the user's own objects
+    replica_context        `ReplicaContext`: what a step calls
     ----
-    _strategy         the public classes, and the story of a step: begin with `_strategy/replicated`
+    _run                   one call of `run`, on the user's own objects
     ----
-    _data_parallel    a module whose forward runs in replicas, in place of `torch.nn.DataParallel`
-    experimental      names that may still change
+    _copies                several replicas in one process: their copies of the user's objects
     ----
-    testing           simulated devices, and checks for tests of the user's own
-    compat            the names of TensorFlow 1
+    replicated             what the strategies share, and the story of a step: read it first
+    ----
+    strategies             the constructors: where replicas run, and where parameters live
+    ----
+    multi_worker_mirrored  the strategy over several processes
+    data_parallel          a module whose forward runs in replicas, in place of `torch.nn.DataParallel`
+    ----
+    experimental           names that may still change
+    ----
+    testing                simulated devices, and checks for tests of the user's own
+    compat                 the names of TensorFlow 1
 """
 
 """The rooms of the package: a picture of them, the way of a step through them, and what CONTRIBUTING says of them."""

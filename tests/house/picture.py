@@ -93,8 +93,8 @@ def imports() -> Counter[Arrow]:
     """How many modules of each room the files of another room import, counted for each file."""
     counts: Counter[Arrow] = Counter()
     for path in package().rglob("*.py"):
-        room = path.relative_to(package()).parts[0]
-        if room not in ("__init__.py", "__main__.py"):
+        room = path.relative_to(package()).with_suffix("").parts[0]
+        if room not in ("__init__", "__main__"):
             for other, *_ in set(modules_imported_by(path)):
                 if other not in (room, "__init__"):
                     counts[Arrow(room, other)] += 1

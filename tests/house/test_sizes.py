@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 CORE = [path for path in FILES if "testing" not in path.relative_to(PACKAGE).parts]
 MAX_LINES = 350
 MAX_LINES_OF_FUNCTION = 50
-EXPLAINED = ["_execution", "_replication", "_training"]  # the rooms in which threads, copies and gradients meet
+EXPLAINED = ["_group", "_run", "_copies"]  # the rooms in which threads, gradients and copies meet
 COMMENTS_IN_100_LINES = 5
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -40,14 +40,18 @@ def lines_of_docstrings(tree: ast.AST) -> set[int]:
 
 
 def code_lines(path: Path, first: int = 1, last: int | None = None) -> int:
-    """How many lines hold code: those that are neither empty nor a comment nor part of a docstring."""
+    """How many lines hold code: those that are neither empty nor a comment nor part of a docstring or an import."""
     return sum(first <= n and (last is None or n <= last) for n in numbers_of_code_lines(path))
 
 
 @functools.cache
 def numbers_of_code_lines(path: Path) -> list[int]:
     text = path.read_text()
-    told = lines_of_docstrings(ast.parse(text))
+    tree = ast.parse(text)
+    told = lines_of_docstrings(tree)
+    for node in tree.body:  # the path of a room is no idea of the file
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            told.update(range(node.lineno, (node.end_lineno or 0) + 1))
     numbered = enumerate(text.splitlines(), 1)
     return [n for n, line in numbered if line.strip() and not line.strip().startswith("#") and n not in told]
 
@@ -82,7 +86,7 @@ def test_a_function_fits_on_a_screen(path: Path) -> None:
 
 @pytest.mark.parametrize("room", EXPLAINED)
 def test_the_rooms_where_most_happens_say_why(room: str) -> None:
-    files = [path for path in FILES if path.parts[-2] == room]
+    files = [path for path in FILES if path.relative_to(PACKAGE).parts[0] == room]
     assert sum(map(comment_lines, files)) >= COMMENTS_IN_100_LINES / 100 * sum(map(code_lines, files))
 
 

@@ -110,8 +110,8 @@ class Walk:
 
 
 def room_of(file: str) -> str:
-    """`_input` for `_input/dataset`."""
-    return file.partition("/")[0]
+    """`_data` for `_data/dataset`. The files of the top level are one room."""
+    return file.partition("/")[0] if "/" in file else "top level"
 
 
 def walk() -> Walk:
@@ -188,7 +188,7 @@ def _hearing(walked: Walk) -> Iterator[None]:
 
 @functools.cache
 def file_of(path: str) -> str | None:
-    """`_input/dataset` for the path of that file; None for a file of somebody else, and of the testing kit."""
+    """`_data/dataset` for the path of that file; None for a file of somebody else, and of the testing kit."""
     inside = Path(path).is_relative_to(PACKAGE) and not Path(path).is_relative_to(KIT)
     return Path(path).relative_to(PACKAGE).with_suffix("").as_posix() if inside else None
 

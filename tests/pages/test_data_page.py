@@ -14,11 +14,11 @@ import pytest
 
 import torchstrategy
 from documents import examples_run_on
-from torchstrategy import _input
-from torchstrategy._input import batch_types
-from torchstrategy._input.dataset import DistributedDataset, DistributedIterator, Optional
-from torchstrategy._input.options import InputOptions
-from torchstrategy._input.steps import in_equal_parts
+from torchstrategy import _data
+from torchstrategy._data import batch_types
+from torchstrategy._data.dataset import DistributedDataset, DistributedIterator, Optional
+from torchstrategy._data.options import InputOptions
+from torchstrategy._data.steps import in_equal_parts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 TEXT = PAGE.read_text()
@@ -61,9 +61,7 @@ def test_the_table_of_options_has_all_of_them_with_their_defaults() -> None:
 
 
 def test_the_page_names_all_that_users_have_to_do_with() -> None:
-    files = [
-        importlib.import_module(f"{_input.__name__}.{file.name}") for file in pkgutil.iter_modules(_input.__path__)
-    ]
+    files = [importlib.import_module(f"{_data.__name__}.{file.name}") for file in pkgutil.iter_modules(_data.__path__)]
     names = {name for file in files for name in vars(file)} & set(torchstrategy.__all__)
     for cls in (DistributedDataset, DistributedIterator, Optional):
         names |= {name for name in vars(cls) if not name.startswith("_")}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from documents import dead_links_of, examples_run_on
-from torchstrategy._core import trace
+from torchstrategy._base import trace
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 TEXT = PAGE.read_text()

@@ -164,7 +164,7 @@ def test_links_to_what_there_is_are_no_faults(checks: ModuleType, tmp_path: Path
 def test_a_private_module_in_the_reference_and_a_style_from_elsewhere_are_faults(
     checks: ModuleType, tmp_path: Path
 ) -> None:
-    site_with(tmp_path, "torchstrategy._core.values", "reference/index.html")
+    site_with(tmp_path, "torchstrategy._base.no_such_file", "reference/index.html")
     (tmp_path / "a.css").write_text("@import 'https://example.org/b.css'; p { background: url(//example.org/c.png) }")
     assert checks.faults_of(tmp_path) == [
         "reference/index.html names a private module",

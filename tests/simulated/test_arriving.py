@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from batches import CONTAINERS, KINDS, Plain, as_rows, dealt, in_the_steps, inside, jagged, table
 from problems import assert_close, built, data, mlp, mse, parameters, sgd
 from torchstrategy import CentralStorageStrategy, InputOptions, OneDeviceStrategy, Strategy, register_batch_type
-from torchstrategy._core.torch_internals import TorchDispatchMode, sparse_indices, sparse_values
-from torchstrategy._input.batch_types import tensors_within
-from torchstrategy._input.reading import Route
+from torchstrategy._base.torch_internals import TorchDispatchMode, sparse_indices, sparse_values
+from torchstrategy._data.batch_types import tensors_within
+from torchstrategy._data.reading import Route
 from torchstrategy.testing import count_traffic, record_streams, simulated_devices
 from torchstrategy.testing._simulation import _streams
 

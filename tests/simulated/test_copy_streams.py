@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import comm
 
 import torchstrategy
-from torchstrategy._communication import transfer
-from torchstrategy._communication.copy_streams import Cargo, copy_stream
-from torchstrategy._core.streams import on_stream
+from torchstrategy._base.streams import on_stream
+from torchstrategy._group import transfer
+from torchstrategy._group.copy_streams import Cargo, copy_stream
 from torchstrategy.testing import record_streams, simulated_devices, virtual_time
 
 SIM = simulated_devices()

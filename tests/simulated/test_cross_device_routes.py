@@ -11,8 +11,8 @@ from torch.cuda import nccl
 import torchstrategy
 from problems import close, context, replica_id
 from torchstrategy import CrossDeviceOps, HierarchicalCopyAllReduce, ReduceOp, ReductionToOneDevice
-from torchstrategy._communication import transfer as comm
-from torchstrategy._core.distributed_values import PerReplica
+from torchstrategy._base.distributed_values import PerReplica
+from torchstrategy._group import transfer as comm
 from torchstrategy.experimental import CommunicationOptions
 from torchstrategy.testing import count_traffic, simulated_devices
 

@@ -17,8 +17,8 @@ import torchstrategy
 from nccl import let_nccl_join_simulated_devices
 from problems import close
 from torchstrategy import HierarchicalCopyAllReduce, NcclAllReduce, ReduceOp, ReductionToOneDevice
-from torchstrategy._communication.native_dtypes import as_addable, as_sendable, bits, from_addable, from_sendable
-from torchstrategy._core.distributed_values import PerReplica
+from torchstrategy._base.distributed_values import PerReplica
+from torchstrategy._group.native_dtypes import as_addable, as_sendable, bits, from_addable, from_sendable
 from torchstrategy.testing import simulated_devices
 
 SIM = simulated_devices()

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import comm
 
 import torchstrategy
-from torchstrategy._communication import transfer
-from torchstrategy._communication.transfer import brought
+from torchstrategy._group import transfer
+from torchstrategy._group.transfer import brought
 from torchstrategy.testing import Traffic, count_traffic, record_streams
 
 OWNER, DEVICES = torch.device("sim:4"), ["sim:0", "sim:1"]

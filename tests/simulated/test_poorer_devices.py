@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import torchstrategy
-from torchstrategy._communication import copy_streams
-from torchstrategy._communication.copy_streams import Cargo
-from torchstrategy._core import devices as devices_of_core
-from torchstrategy._execution.random_streams import generators_of
+from torchstrategy._base import devices as devices_of_core
+from torchstrategy._group import copy_streams
+from torchstrategy._group.copy_streams import Cargo
+from torchstrategy._group.random_streams import generators_of
 from torchstrategy.testing import assert_same_as_plain, record_streams, simulated_devices
 
 SIM = simulated_devices()
@@ -143,7 +143,7 @@ def test_one_stream_and_no_pinned_memory_are_enough(
     monkeypatch.setattr(torch, "Stream", only)
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
     monkeypatch.setattr(torch.Tensor, "record_stream", refuse)
-    for module in ("_communication.transfer", "_input.reading"):
+    for module in ("_group.transfer", "_data.reading"):
         monkeypatch.setattr(f"torchstrategy.{module}.copies_by_itself", copies_by_itself)
     try:
         with record_streams():

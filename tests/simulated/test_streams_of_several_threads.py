@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import torchstrategy
-from torchstrategy._communication.transfer import _copying_to
+from torchstrategy._group.transfer import _copying_to
 from torchstrategy.testing import simulated_devices
 from torchstrategy.testing._simulation import streams as simulation
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from torchstrategy import DistributedValues, InputOptions
-from torchstrategy._input import reading
+from torchstrategy._data import reading
 
 INPUT = os.path.dirname(reading.__file__)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.cuda import nccl
 
-from torchstrategy._communication import transfer
-from torchstrategy._core import torch_internals
+from torchstrategy._base import torch_internals
+from torchstrategy._group import transfer
 
 _ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ADDED += (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)

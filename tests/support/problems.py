@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
-from torchstrategy._core.devices import memory_device
+from torchstrategy._base.devices import memory_device
 
 Step = Callable[[Any, Any, Any], Any]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 
 import torchstrategy
-from torchstrategy._core.devices import canonical_device
-from torchstrategy._core.options import ReduceOp
-from torchstrategy._replication.placement import Placement
-from torchstrategy._replication.storage import ReplicatedStorage
-from torchstrategy._strategy.replicated import ReplicatedExtended
+from torchstrategy._base.devices import canonical_device
+from torchstrategy._base.options import ReduceOp
+from torchstrategy._copies.replicated_storage import ReplicatedStorage
+from torchstrategy._run.placement import Placement
+from torchstrategy.replicated import ReplicatedExtended
 from torchstrategy.testing import simulated_devices
 
 # Where the strategies of these tests run: on the one CPU, or each replica on a simulated device of its own.

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrategy
-from torchstrategy._communication.meeting import Meeting
+from torchstrategy._group.processes.meeting import Meeting
 
 
 def rank() -> int:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
-from torchstrategy._communication.process_group import ProcessGroup
-from torchstrategy._run import gradient_plans, own_gradients
+from torchstrategy._group.processes.process_group import ProcessGroup
+from torchstrategy._run.own import gradient_plans, own_gradients
 from workers.trainings import Net, batches, cross_entropy, strategy_of
 
 Run = Callable[..., Any]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torchstrategy
-from torchstrategy._run.gradient_plans import GradientPlan
-from torchstrategy._run.own_gradients import OwnGradients
+from torchstrategy._run.own.gradient_plans import GradientPlan
+from torchstrategy._run.own.own_gradients import OwnGradients
 from workers.exact_steps import large_from
 
 STEPS = 6

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrategy
-from torchstrategy._communication import workers
+from torchstrategy._group import workers
 from workers.trainings import Net, batches, cross_entropy, strategy_of
 
 

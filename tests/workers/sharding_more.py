@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import torchstrategy
-from torchstrategy._communication.process_group import ProcessGroup
+from torchstrategy._group.processes.process_group import ProcessGroup
 from workers.sharding import (
     Make,
     Net,

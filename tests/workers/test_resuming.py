@@ -9,7 +9,7 @@ import torch
 
 import torchstrategy
 from conditions import takes_long
-from torchstrategy._communication.workers import PACK
+from torchstrategy._group.workers import PACK
 from workers import resuming
 from workers.cluster import cluster
 from workers.trainings import difference

@@ -13,7 +13,7 @@ import torch
 
 import torchstrategy
 from conditions import takes_long
-from torchstrategy._strategy import multi_worker_mirrored
+from torchstrategy import multi_worker_mirrored
 from torchstrategy.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from workers import starting
 from workers.cluster import alone, cluster, free_ports

@@ -1,22 +1,17 @@
-"""A worker with one replica: the step uses the user's own objects, and only gradients are exchanged.
+"""One call of `run`: how it begins, calls the step and ends, on the user's own objects.
 
-Several workers that have a replica each need no copies. The step of each worker uses the model, the optimizer and all
-else that the program has, as under `OneDeviceStrategy`. When a backward ends, the workers weigh and add up its
-gradients, so that `.grad` is that of the whole batch, and the update is the same in all workers.
+It answers: what happens on one device, and where each of several workers has one replica (`own`)? How much does a loss
+count (`losses`)? What is alike in all workers? It knows no copies: those are in `_copies`, on the floor above.
 
-    sharded_models      parameters of which each worker has a part, and who sends their gradients
-    row_peers           workers that need the same rows, because they compute one model together
-    wrapped_models      models in a `DistributedDataParallel`
-    trained_tensors     the parameters and buffers that all workers have alike
-    parameter_values    whether the workers still have the same values of these
-    gradient_plans      which gradients the workers send together, and in which order
-    gradient_parts      what happens to the gradient of one parameter on its way
-    pack_memory         the memory in which small gradients travel together
-    marks               the numbers by which workers see, without a message, whether they are alike
-    assigned_gradients  gradients that a step puts into `.grad` itself
-    settings            the settings of optimizers, which have to be alike
-    user_hooks          the user's hooks on parameters
-    own_gradients       what happens when a backward begins and ends
-    own_random          the random numbers that the replica of a worker draws
-    own_objects         the objects of the scope, and one run with them
+    placement         where the copies are, and how they are kept in step
+    metrics           metrics of torchmetrics: each replica counts, and the counts become one
+    worker_values     the values that all workers have alike, where the replicas are in several processes
+    example_counts    how much each replica counts, where a function of the user's says so
+    given_values      values that replicas are given, or have made: where they are sent, and what they hold
+    losses            how much the loss of each replica counts, by what it was divided by
+    run_losses        which runs look at their losses, and what they warn of
+    storage           where parameters live, and to which strategy each module and parameter belongs
+    module_tensors    the parameters and buffers of modules, and the tensors that learn and are neither
+    own               the step of a worker with one replica, on the user's own objects
+    lone_replica      a run in the only replica of one of several workers
 """

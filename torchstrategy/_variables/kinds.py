@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchstrategy._communication.transfer import added
-from torchstrategy._communication.workers import LONE, Workers
-from torchstrategy._core.context import Frame, current_frame, current_strategy, require_cross_replica, undisturbed
-from torchstrategy._core.devices import memory_device
-from torchstrategy._core.distributed_values import DistributedValues, PerReplica, listed, regroup, select
-from torchstrategy._core.errors import require_type
-from torchstrategy._core.options import VariableAggregation, VariableSynchronization
-from torchstrategy._core.torch_internals import make_parameter, version
-from torchstrategy._core.tree import map_leaves, tree_leaves
-from torchstrategy._core.types import Device, StrategyLike, Tree
+from torchstrategy._base.context import Frame, current_frame, current_strategy, require_cross_replica, undisturbed
+from torchstrategy._base.devices import memory_device
+from torchstrategy._base.distributed_values import DistributedValues, PerReplica, listed, regroup, select
+from torchstrategy._base.errors import require_type
+from torchstrategy._base.options import VariableAggregation, VariableSynchronization
+from torchstrategy._base.torch_internals import make_parameter, version
+from torchstrategy._base.tree import map_leaves, tree_leaves
+from torchstrategy._base.types import Device, StrategyLike, Tree
+from torchstrategy._group.transfer import added
+from torchstrategy._group.workers import LONE, Workers
 from torchstrategy._variables.variable import Variable, Wanted, is_variable, make_data, plain_alias, write
 
 

@@ -25,16 +25,16 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchstrategy._binding.proxies import ShowsLocalGrad
-from torchstrategy._communication.reductions import as_tensor
-from torchstrategy._core.context import current_frame, is_default, local_object, require_cross_replica, undisturbed
-from torchstrategy._core.devices import memory_device
-from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica, shown
-from torchstrategy._core.errors import require_type
-from torchstrategy._core.options import ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrategy._core.torch_internals import hide_from_compiler, make_parameter, version
-from torchstrategy._core.tree import map_leaves
-from torchstrategy._core.types import Device, ReplicaContextLike, StrategyLike, Tree, VariableBase
+from torchstrategy._base.context import current_frame, is_default, local_object, require_cross_replica, undisturbed
+from torchstrategy._base.devices import memory_device
+from torchstrategy._base.distributed_values import DistributedValues, Mirrored, PerReplica, shown
+from torchstrategy._base.errors import require_type
+from torchstrategy._base.objects.proxies import ShowsLocalGrad
+from torchstrategy._base.options import ReduceOp, VariableAggregation, VariableSynchronization
+from torchstrategy._base.torch_internals import hide_from_compiler, make_parameter, version
+from torchstrategy._base.tree import map_leaves
+from torchstrategy._base.types import Device, ReplicaContextLike, StrategyLike, Tree, VariableBase
+from torchstrategy._group.reductions import as_tensor
 
 V = TypeVar("V", bound="Variable")
 _Operation = Callable[[torch.Tensor, torch.Tensor], Any]

@@ -3,7 +3,7 @@
 A cluster has jobs, a job has tasks, and a task has an address. A base class says what a resolver knows; four are here.
 """
 
-from torchstrategy._core.errors import explain_keywords as _explain_keywords
+from torchstrategy._base.errors import explain_keywords as _explain_keywords
 from torchstrategy.cluster_resolver._cluster_resolver import (
     ClusterResolver,
     ClusterSpec,

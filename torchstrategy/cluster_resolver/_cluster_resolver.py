@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, final
 
-from torchstrategy._core.devices import local_accelerators
-from torchstrategy._core.errors import an, plural, require_type
+from torchstrategy._base.devices import local_accelerators
+from torchstrategy._base.errors import an, plural, require_type
 from torchstrategy.cluster_resolver._slurm_lists import expand_counts, expand_nodes, shortened
 
 

@@ -1,12 +1,12 @@
 """The names of `tf.distribute.experimental`. They may change in any minor release."""
 
-from torchstrategy._communication.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
-from torchstrategy._core.errors import explain_keywords as _explain_keywords
-from torchstrategy._core.options import ValueContext
-from torchstrategy._input.dataset import Optional
-from torchstrategy._input.options import AutoShardPolicy
-from torchstrategy._strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy, PreemptionCheckpointHandler
-from torchstrategy._strategy.strategies import CentralStorageStrategy
+from torchstrategy._base.errors import explain_keywords as _explain_keywords
+from torchstrategy._base.options import ValueContext
+from torchstrategy._data.dataset import Optional
+from torchstrategy._data.options import AutoShardPolicy
+from torchstrategy._parity.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
+from torchstrategy.multi_worker_mirrored import MultiWorkerMirroredStrategy, PreemptionCheckpointHandler
+from torchstrategy.strategies import CentralStorageStrategy
 
 CollectiveCommunication = CommunicationImplementation
 """The older name."""

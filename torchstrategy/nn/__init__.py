@@ -4,7 +4,7 @@ With these, a step on several replicas is exactly the step on one device, also i
 other.
 """
 
-from torchstrategy._core.errors import explain_keywords as _explain_keywords
+from torchstrategy._base.errors import explain_keywords as _explain_keywords
 from torchstrategy.nn._losses import compute_average_loss, scale_regularization_loss
 from torchstrategy.nn._sync_batch_norm import SyncBatchNorm
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchstrategy._core.context import has_strategy
-from torchstrategy._core.errors import as_int, require_type
-from torchstrategy._core.torch_internals import hide_from_compiler
-from torchstrategy._execution.replica import ALONE, ReplicaGroup, group_here
+from torchstrategy._base.context import has_strategy
+from torchstrategy._base.errors import as_int, require_type
+from torchstrategy._base.torch_internals import hide_from_compiler
+from torchstrategy._group.group import ALONE, ReplicaGroup, group_here
 
 
 def compute_average_loss(

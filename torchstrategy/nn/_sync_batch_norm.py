@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrategy._binding.module_traversal import held_plainly
-from torchstrategy._core.errors import require_type
-from torchstrategy._core.torch_internals import hide_from_compiler
-from torchstrategy._execution.replica import ReplicaGroup, group_here
+from torchstrategy._base.errors import require_type
+from torchstrategy._base.objects.module_traversal import held_plainly
+from torchstrategy._base.torch_internals import hide_from_compiler
+from torchstrategy._group.group import ReplicaGroup, group_here
 
 _BATCH_NORM: Any = nn.BatchNorm1d.__mro__[1]  # the base class of all of them, without its private name
 _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

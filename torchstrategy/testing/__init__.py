@@ -1,6 +1,6 @@
 """Code for several devices, tested on one: simulated devices, and what tells a right step from a wrong one."""
 
-from torchstrategy._core.errors import explain_keywords as _explain_keywords
+from torchstrategy._base.errors import explain_keywords as _explain_keywords
 from torchstrategy.testing._counters import Traffic, count_traffic
 from torchstrategy.testing._drift import assert_replicas_agree
 from torchstrategy.testing._faults import fail_in_replica, slow_replica

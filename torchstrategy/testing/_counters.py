@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._core.torch_internals import TorchDispatchMode
-from torchstrategy._core.types import Device
-from torchstrategy._execution.instruments import Instrument
+from torchstrategy._base.torch_internals import TorchDispatchMode
+from torchstrategy._base.types import Device
+from torchstrategy._group.instruments import Instrument
 from torchstrategy.testing._instruments import in_force
 from torchstrategy.testing._refusals import refuse_in_replica
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.proxies import parameters_of
-from torchstrategy._core.context import local_object
-from torchstrategy._core.errors import plural
-from torchstrategy._execution.replica import group_here
-from torchstrategy._execution.replica_threads import runs_under_way
-from torchstrategy._strategy.strategy import StrategyBase
+from torchstrategy._base.context import local_object
+from torchstrategy._base.errors import plural
+from torchstrategy._base.objects.proxies import parameters_of
+from torchstrategy._group.group import group_here
+from torchstrategy._group.replica_threads import runs_under_way
+from torchstrategy.strategy import StrategyBase
 from torchstrategy.testing._instruments import none_in_force
 from torchstrategy.testing._refusals import refuse_in_replica
 

@@ -8,8 +8,8 @@ from typing import Any, final
 
 from torch.overrides import TorchFunctionMode
 
-from torchstrategy._core.context import current_frame
-from torchstrategy._execution.instruments import START, Instrument, Turns
+from torchstrategy._base.context import current_frame
+from torchstrategy._group.instruments import START, Instrument, Turns
 from torchstrategy.testing._instruments import in_force
 from torchstrategy.testing._ranks.injection import Injection
 from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replica, refuse_unknown_replica

@@ -1,11 +1,11 @@
-"""Installs the instruments that observe replicas, for a block. What they are told is in `_execution/instruments`."""
+"""Installs the instruments that observe replicas, for a block. What they are told is in `_group/instruments`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from torchstrategy._execution.instruments import IN_FORCE, Instrument
+from torchstrategy._group.instruments import IN_FORCE, Instrument
 
 
 @contextmanager

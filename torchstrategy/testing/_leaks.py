@@ -16,10 +16,10 @@ from torch.nn.modules import module as of_modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_optimizers
 
-from torchstrategy._binding import torch_hooks
-from torchstrategy._core.context import CallerState, Frame, current_frame
-from torchstrategy._core.errors import add_note
-from torchstrategy._execution.replica_threads import ReplicaThreads
+from torchstrategy._base.context import CallerState, Frame, current_frame
+from torchstrategy._base.errors import add_note
+from torchstrategy._base.objects import torch_hooks
+from torchstrategy._group.replica_threads import ReplicaThreads
 
 _Look: TypeAlias = Callable[[], list[str]]
 """Says what is there now and was not there when the look was prepared, a line for each thing."""

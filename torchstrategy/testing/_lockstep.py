@@ -8,10 +8,10 @@ from typing import final
 
 from typing_extensions import Self
 
-from torchstrategy._core.context import current_frame
-from torchstrategy._core.errors import an
-from torchstrategy._execution.instruments import Instrument, Turns, reached
-from torchstrategy._strategy.replica_context import ReplicaContext
+from torchstrategy._base.context import current_frame
+from torchstrategy._base.errors import an
+from torchstrategy._group.instruments import Instrument, Turns, reached
+from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.testing._instruments import in_force, is_in_force
 from torchstrategy.testing._ranks.orders import Drawn, seed_of, with_a_seed
 from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replica, refuse_unknown_replica

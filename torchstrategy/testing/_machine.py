@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from torchstrategy._core.devices import local_accelerators
-from torchstrategy._core.errors import described
-from torchstrategy._strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from torchstrategy._strategy.strategies import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
+from torchstrategy._base.devices import local_accelerators
+from torchstrategy._base.errors import described
+from torchstrategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from torchstrategy.strategies import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
 from torchstrategy.testing._simulation import simulate_devices, simulated_devices
 
 _PACKAGES = ("torchstrategy", "torch", "numpy", "typing-extensions")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchstrategy._core.context import current_frame
-from torchstrategy._core.errors import an, plural
+from torchstrategy._base.context import current_frame
+from torchstrategy._base.errors import an, plural
 
 
 def refuse_bad_replica(what: str, replica: object) -> None:

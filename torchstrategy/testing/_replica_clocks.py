@@ -14,7 +14,7 @@ from typing import final
 
 from typing_extensions import override
 
-from torchstrategy._execution.instruments import END, START, Instrument, Turns
+from torchstrategy._group.instruments import END, START, Instrument, Turns
 from torchstrategy.testing._instruments import in_force
 from torchstrategy.testing._refusals import refuse_in_replica
 from torchstrategy.testing._virtual_time.hosts import Host, Hosts

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Literal, NamedTuple, final
 
-from torchstrategy._core.context import has_strategy
-from torchstrategy._core.devices import canonical_device, local_accelerators
-from torchstrategy._core.errors import an
-from torchstrategy._core.types import Device
-from torchstrategy._strategy.strategies import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy, get_strategy
-from torchstrategy._strategy.strategy import Strategy
+from torchstrategy._base.context import has_strategy
+from torchstrategy._base.devices import canonical_device, local_accelerators
+from torchstrategy._base.errors import an
+from torchstrategy._base.types import Device
+from torchstrategy.strategies import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy, get_strategy
+from torchstrategy.strategy import Strategy
 from torchstrategy.testing._simulation import simulated_devices
 
 _PLACES = ("cpu", "sim", "real")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._core.errors import plural
-from torchstrategy._core.torch_internals import is_distributed_tensor
-from torchstrategy._strategy.strategy import StrategyBase
+from torchstrategy._base.errors import plural
+from torchstrategy._base.torch_internals import is_distributed_tensor
+from torchstrategy.strategy import StrategyBase
 from torchstrategy.testing._drift import MOST_NAMED, difference, tensors_of
 from torchstrategy.testing._refusals import refuse_in_replica
 

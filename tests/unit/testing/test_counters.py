@@ -14,11 +14,11 @@ from torch import nn
 import torchstrategy
 from problems import context, data, deal, mlp, mse, sgd
 from topologies import TOPOLOGIES
-from torchstrategy._core.devices import canonical_device
-from torchstrategy._execution import replica_threads
-from torchstrategy._replication.placement import Placement
-from torchstrategy._replication.storage import ReplicatedStorage
-from torchstrategy._strategy.replicated import ReplicatedExtended
+from torchstrategy._base.devices import canonical_device
+from torchstrategy._copies.replicated_storage import ReplicatedStorage
+from torchstrategy._group import replica_threads
+from torchstrategy._run.placement import Placement
+from torchstrategy.replicated import ReplicatedExtended
 from torchstrategy.testing import count_traffic
 from torchstrategy.testing._counters import Copy, copies_of
 

@@ -13,8 +13,8 @@ from torch import nn
 import torchstrategy
 from problems import context, data, deal, mse, replica_id, sgd
 from topologies import TOPOLOGIES, central, central_with_copies
-from torchstrategy._core.torch_internals import version
-from torchstrategy._training.replica_gradients import ReplicaParameter, make_local
+from torchstrategy._base.torch_internals import version
+from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, make_local
 from torchstrategy.testing._counters import count_traffic
 from torchstrategy.testing._drift import assert_replicas_agree
 from torchstrategy.testing._faults import fail_in_replica

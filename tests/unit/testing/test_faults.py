@@ -15,7 +15,7 @@ import torchstrategy
 from failures import Problem, assert_same
 from problems import context, deal, replica_id
 from topologies import SEVERAL, TOPOLOGIES, central
-from torchstrategy._execution import replica_threads
+from torchstrategy._group import replica_threads
 from torchstrategy.testing._faults import fail_in_replica, slow_replica
 from torchstrategy.testing._lockstep import Lockstep
 

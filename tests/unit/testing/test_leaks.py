@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchstrategy
 from problems import data, deal, mlp, mse, sgd
-from torchstrategy._binding import torch_hooks
-from torchstrategy._core.context import Frame
-from torchstrategy._execution.replica_threads import ReplicaThreads
+from torchstrategy._base.context import Frame
+from torchstrategy._base.objects import torch_hooks
+from torchstrategy._group.replica_threads import ReplicaThreads
 from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks
 
 CHECKS = [no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks]

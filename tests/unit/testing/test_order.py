@@ -17,10 +17,10 @@ import torchstrategy
 from conditions import needs_signals
 from problems import context, data, deal, mlp, mse, parameters, replica_id, sgd
 from topologies import TOPOLOGIES, central, central_with_copies
-from torchstrategy._core.devices import canonical_device
-from torchstrategy._execution import replica_threads
-from torchstrategy._execution.replica import Replica, ReplicaStopped
-from torchstrategy._execution.replica_threads import Replicas
+from torchstrategy._base.devices import canonical_device
+from torchstrategy._group import replica_threads
+from torchstrategy._group.group import Replica, ReplicaStopped
+from torchstrategy._group.replica_threads import Replicas
 from torchstrategy.testing._faults import fail_in_replica, slow_replica
 from torchstrategy.testing._lockstep import Lockstep
 

@@ -16,7 +16,7 @@ import torchstrategy
 from problems import close, context, replica_id
 from topologies import SIMULATED, central
 from torchstrategy import Variable
-from torchstrategy._core.devices import memory_device
+from torchstrategy._base.devices import memory_device
 from variables import FIRST, MEAN, ON_READ, SUM, components, has_components, made, make, numbers, silently
 
 # What torch does with it

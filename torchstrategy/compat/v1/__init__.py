@@ -7,21 +7,21 @@ scopes, replicas, modules and datasets are the same.
 import sys
 
 from torchstrategy import cluster_resolver
-from torchstrategy._communication.cross_device_ops import (
+from torchstrategy._base.context import has_strategy, in_cross_replica_context
+from torchstrategy._base.options import ReduceOp, RunOptions
+from torchstrategy._data.dataset import InputIterator
+from torchstrategy._data.options import InputContext, InputReplicationMode
+from torchstrategy._parity.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from torchstrategy._core.context import has_strategy, in_cross_replica_context
-from torchstrategy._core.options import ReduceOp, RunOptions
-from torchstrategy._input.dataset import InputIterator
-from torchstrategy._input.options import InputContext, InputReplicationMode
-from torchstrategy._strategy.replica_context import ReplicaContext, get_replica_context
-from torchstrategy._strategy.strategies import experimental_set_strategy, get_strategy
-from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy.compat.v1 import experimental
 from torchstrategy.compat.v1._strategies import MirroredStrategy, OneDeviceStrategy, Strategy, get_loss_reduction
+from torchstrategy.extended import StrategyExtended
+from torchstrategy.replica_context import ReplicaContext, get_replica_context
+from torchstrategy.strategies import experimental_set_strategy, get_strategy
 
 __all__ = [
     "CrossDeviceOps",

@@ -6,11 +6,11 @@ from typing import final
 
 from torch.utils.data import Dataset
 
-from torchstrategy._core.options import ReduceOp
-from torchstrategy._core.types import Tree
-from torchstrategy._strategy.multi_worker_mirrored import MultiWorkerMirroredBase
-from torchstrategy._strategy.strategies import CentralStorageBase, MirroredBase, OneDeviceBase
-from torchstrategy._strategy.strategy import StrategyBase
+from torchstrategy._base.options import ReduceOp
+from torchstrategy._base.types import Tree
+from torchstrategy.multi_worker_mirrored import MultiWorkerMirroredBase
+from torchstrategy.strategies import CentralStorageBase, MirroredBase, OneDeviceBase
+from torchstrategy.strategy import StrategyBase
 
 
 class Strategy(StrategyBase):

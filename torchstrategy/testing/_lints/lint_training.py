@@ -9,7 +9,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from torchstrategy._core.torch_internals import TorchDispatchMode
+from torchstrategy._base.torch_internals import TorchDispatchMode
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.watching import Watch
 from torchstrategy.testing._ranks.witnesses import witnesses

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch.overrides import TorchFunctionMode
 
-from torchstrategy._core.errors import plural
+from torchstrategy._base.errors import plural
 from torchstrategy.testing._ranks.injection import Injection
 
 _planned: list[Injection] = []  # of the blocks that are open

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import final
 
-from torchstrategy._core.errors import plural
+from torchstrategy._base.errors import plural
 
 Error = BaseException | type[BaseException] | None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchstrategy._core.torch_internals import unseen_by_function_modes
+from torchstrategy._base.torch_internals import unseen_by_function_modes
 from torchstrategy.testing._ranks.lines import is_the_users
 
 _MOST_FRAMES = 4  # functions of the user that call each other

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import final
 
-from torchstrategy._core.errors import plural
+from torchstrategy._base.errors import plural
 
 
 class Order(ABC):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, final
 
-from torchstrategy._core.torch_internals import is_profiling
+from torchstrategy._base.torch_internals import is_profiling
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._ranks.torch_internals import PROFILER
 from torchstrategy.testing._ranks.world import current_rank

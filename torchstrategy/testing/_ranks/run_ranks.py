@@ -11,8 +11,8 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from torchstrategy._core.errors import add_note, described
-from torchstrategy._core.worker_threads import worker_here
+from torchstrategy._base.errors import add_note, described
+from torchstrategy._base.worker_threads import worker_here
 from torchstrategy.testing._ranks.belongings import Belongings
 from torchstrategy.testing._ranks.faults import Visits
 from torchstrategy.testing._ranks.groups import RankGroup

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import torch.multiprocessing as mp
 
-from torchstrategy._core.errors import plural
+from torchstrategy._base.errors import plural
 from torchstrategy.testing._lints import Finding, Watch
 from torchstrategy.testing._ranks.alone import world_of_one
 from torchstrategy.testing._ranks.orders import with_a_seed

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torchstrategy._core.torch_internals import TorchDispatchMode
+from torchstrategy._base.torch_internals import TorchDispatchMode
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._ranks.world import current_rank
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated

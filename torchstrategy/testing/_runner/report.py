@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from torchstrategy._core.errors import plural
+from torchstrategy._base.errors import plural
 from torchstrategy.testing._lints import Finding
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._runner.observer import Observations

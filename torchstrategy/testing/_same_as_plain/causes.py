@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchstrategy._core.options import LOSS, NO_OPTIONS, ReduceOp
+from torchstrategy._base.options import LOSS, NO_OPTIONS, ReduceOp
 from torchstrategy.testing._same_as_plain.comparison import Mismatch
 from torchstrategy.testing._same_as_plain.difference import SECTIONS
 from torchstrategy.testing._same_as_plain.experiments import (

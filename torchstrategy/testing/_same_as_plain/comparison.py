@@ -8,9 +8,9 @@ from typing import final
 
 from torch import nn
 
-from torchstrategy._core.errors import add_note
-from torchstrategy._core.tree import tree_flatten
-from torchstrategy._core.types import Tree
+from torchstrategy._base.errors import add_note
+from torchstrategy._base.tree import tree_flatten
+from torchstrategy._base.types import Tree
 from torchstrategy.testing._same_as_plain.device_errors import is_about_devices
 from torchstrategy.testing._same_as_plain.difference import Difference, Pair, against_plain, differences, side_by_side
 from torchstrategy.testing._same_as_plain.randomness import Source, Sources, Stream

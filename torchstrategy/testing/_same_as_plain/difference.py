@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from torchstrategy._core.options import ReduceOp
+from torchstrategy._base.options import ReduceOp
 from torchstrategy.testing._same_as_plain.record import Numbers, Record
 
 SECTIONS = ("losses", "gradients", "parameters", "buffers", "attributes", "tensors", "optimizer")

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchstrategy._core.tree import map_leaves, tree_flatten
-from torchstrategy._core.types import Tree
-from torchstrategy._strategy.strategies import OneDeviceStrategy, get_strategy
+from torchstrategy._base.tree import map_leaves, tree_flatten
+from torchstrategy._base.types import Tree
+from torchstrategy.strategies import OneDeviceStrategy, get_strategy
 from torchstrategy.testing._same_as_plain.comparison import Mismatch, first_mismatch, first_plain_record
 from torchstrategy.testing._same_as_plain.difference import Tolerance
 from torchstrategy.testing._same_as_plain.record import Numbers, Record

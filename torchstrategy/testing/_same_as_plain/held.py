@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrategy._binding.module_traversal import held_plainly
-from torchstrategy._core.tree import leaves_with_names
+from torchstrategy._base.objects.module_traversal import held_plainly
+from torchstrategy._base.tree import leaves_with_names
 
 _DEPTH = 3  # how many calls deep functions are looked into
 _LONG = 100  # a list of more items is data, and not a place where a step keeps its tensors

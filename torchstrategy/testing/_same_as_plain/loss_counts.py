@@ -9,13 +9,14 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._core.context import undisturbed
-from torchstrategy._core.distributed_values import PerReplica
-from torchstrategy._core.torch_internals import losses_noted_by
-from torchstrategy._core.types import Tree
-from torchstrategy._execution.graph_nodes import without_unpacking
-from torchstrategy._execution.loss_terms import UNREADABLE, read_terms
-from torchstrategy._execution.loss_weights import (
+from torchstrategy._base.context import undisturbed
+from torchstrategy._base.distributed_values import PerReplica
+from torchstrategy._base.torch_internals import losses_noted_by
+from torchstrategy._base.types import Tree
+from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._run.losses.graph_nodes import without_unpacking
+from torchstrategy._run.losses.loss_terms import UNREADABLE, read_terms
+from torchstrategy._run.losses.loss_weights import (
     COUNTED,
     HOW_COUNTED,
     HOW_SELECTED,
@@ -24,7 +25,6 @@ from torchstrategy._execution.loss_weights import (
     Reading,
     weigh,
 )
-from torchstrategy._execution.replica_weights import ReplicaWeights
 
 _MAX_BACKWARDS = 8  # of one replica, that are read
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from torchstrategy._core.devices import memory_device
-from torchstrategy._core.errors import described, plural
-from torchstrategy._core.types import Device
+from torchstrategy._base.devices import memory_device
+from torchstrategy._base.errors import described, plural
+from torchstrategy._base.types import Device
 from torchstrategy.testing._same_as_plain.causes import causes
 from torchstrategy.testing._same_as_plain.comparison import Mismatch, StepFailed
 from torchstrategy.testing._same_as_plain.device_errors import is_about_devices, replica_of

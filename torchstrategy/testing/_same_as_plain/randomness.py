@@ -17,11 +17,11 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from torchstrategy._binding.step_references import references_of
-from torchstrategy._core.context import is_accelerator
-from torchstrategy._core.types import Device, GeneratorLike
-from torchstrategy._execution.random_streams import generators_of
-from torchstrategy._replication.run_warnings import shared_tensors
+from torchstrategy._base.context import is_accelerator
+from torchstrategy._base.types import Device, GeneratorLike
+from torchstrategy._copies.references.step_references import references_of
+from torchstrategy._copies.run_warnings import shared_tensors
+from torchstrategy._group.random_streams import generators_of
 from torchstrategy.testing._same_as_plain.held import held_by
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.module_traversal import TORCHS_OWN
-from torchstrategy._core.context import local_object
-from torchstrategy._core.tree import leaves_with_names
-from torchstrategy._core.types import Tree
-from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._base.context import local_object
+from torchstrategy._base.objects.module_traversal import TORCHS_OWN
+from torchstrategy._base.tree import leaves_with_names
+from torchstrategy._base.types import Tree
+from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy.testing._same_as_plain.loss_counts import NOTHING_READ, LossCounts
 
 Numbers: TypeAlias = dict[str, "torch.Tensor | None"]

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from torchstrategy._core.context import has_strategy
-from torchstrategy._core.errors import add_note, an, warn
-from torchstrategy._core.options import RunOptions
-from torchstrategy._core.types import Tree
-from torchstrategy._input.batch_types import rows_of
-from torchstrategy._input.steps import in_equal_parts
-from torchstrategy._strategy.strategy import StrategyBase
+from torchstrategy._base.context import has_strategy
+from torchstrategy._base.errors import add_note, an, warn
+from torchstrategy._base.options import RunOptions
+from torchstrategy._base.types import Tree
+from torchstrategy._data.batch_types import rows_of
+from torchstrategy._data.steps import in_equal_parts
+from torchstrategy.strategy import StrategyBase
 from torchstrategy.testing._same_as_plain.comparison import Mismatch, StepFailed, first_mismatch
 from torchstrategy.testing._same_as_plain.difference import SECTIONS, Tolerance
 from torchstrategy.testing._same_as_plain.messages import failure_text, mismatch_text, which

@@ -15,16 +15,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._core.context import current_replica_context, in_use, is_default
-from torchstrategy._core.devices import memory_device
-from torchstrategy._core.errors import LossWeightWarning, ReplicaBufferWarning, SharedWriteWarning, an
-from torchstrategy._core.options import LOSS, NO_OPTIONS, ReduceOp, RunOptions
-from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten
-from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.replica_weights import ReplicaWeights, reduction_of
-from torchstrategy._input.batch_types import moved
-from torchstrategy._strategy.replicated import ReplicatedExtended
-from torchstrategy._strategy.strategy import StrategyBase
+from torchstrategy._base.context import current_replica_context, in_use, is_default
+from torchstrategy._base.devices import memory_device
+from torchstrategy._base.errors import LossWeightWarning, ReplicaBufferWarning, SharedWriteWarning, an
+from torchstrategy._base.options import LOSS, NO_OPTIONS, ReduceOp, RunOptions
+from torchstrategy._base.tree import leaves_with_names, map_leaves, tree_flatten
+from torchstrategy._base.types import Device, Tree
+from torchstrategy._data.batch_types import moved
+from torchstrategy._group.participants import ReplicaWeights, reduction_of
+from torchstrategy.replicated import ReplicatedExtended
+from torchstrategy.strategy import StrategyBase
 from torchstrategy.testing._instruments import none_in_force
 from torchstrategy.testing._lockstep import Lockstep
 from torchstrategy.testing._same_as_plain.difference import Tolerance, updates_agree

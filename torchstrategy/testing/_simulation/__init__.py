@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import torch
 
-from torchstrategy._core.torch_internals import privateuse1_name
+from torchstrategy._base.torch_internals import privateuse1_name
 from torchstrategy.testing._simulation import (
     accelerator as _accelerator,
 )

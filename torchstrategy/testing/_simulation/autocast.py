@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchstrategy._core.torch_internals import tree_flatten
+from torchstrategy._base.torch_internals import tree_flatten
 from torchstrategy.testing._simulation.backend import Backend, keys
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
 from torchstrategy.testing._simulation.torch_internals import tree_map_only, without_keys

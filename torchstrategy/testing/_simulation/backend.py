@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch.library import Library, fallthrough_kernel
 
-from torchstrategy._core.torch_internals import hide_from_compiler
+from torchstrategy._base.torch_internals import hide_from_compiler
 from torchstrategy.testing._simulation.kernels import run_each_on_cpu, run_on_cpu
 from torchstrategy.testing._simulation.torch_internals import (
     DispatchKey,

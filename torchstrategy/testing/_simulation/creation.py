@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchstrategy._core.torch_internals import has_one_tensor
+from torchstrategy._base.torch_internals import has_one_tensor
 from torchstrategy.testing._simulation.backend import Backend, operator
 from torchstrategy.testing._simulation.kernels import CPU, run_on_cpu
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_device, overlap

@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchstrategy._core.torch_internals import function_modes, pop_function_mode, push_function_mode
+from torchstrategy._base.torch_internals import function_modes, pop_function_mode, push_function_mode
 from torchstrategy.testing._simulation.cuda_calls import in_another_form
 from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_without_cuda
 from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._core.torch_internals import TorchDispatchMode, keeping_version
+from torchstrategy._base.torch_internals import TorchDispatchMode, keeping_version
 from torchstrategy.testing._simulation.generators import default_generators
 from torchstrategy.testing._simulation.listeners import nobody_listening
 from torchstrategy.testing._simulation.ordinals import is_simulated

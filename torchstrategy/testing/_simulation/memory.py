@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from torchstrategy._core.torch_internals import sparse_indices, sparse_values
+from torchstrategy._base.torch_internals import sparse_indices, sparse_values
 from torchstrategy.testing._simulation.accounts import account
 from torchstrategy.testing._simulation.torch_internals import (
     conjugate_view,

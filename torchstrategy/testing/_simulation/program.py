@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from torchstrategy._core.torch_internals import TorchDispatchMode
+from torchstrategy._base.torch_internals import TorchDispatchMode
 from torchstrategy.testing._simulation.listeners import listeners
 from torchstrategy.testing._simulation.torch_internals import Operator, schema
 from torchstrategy.testing._simulation.words import name_of_file

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrategy._core.recurrent_layers import may_be_moved
-from torchstrategy._core.torch_internals import flat_weights
+from torchstrategy._base.recurrent_layers import may_be_moved
+from torchstrategy._base.torch_internals import flat_weights
 from torchstrategy.testing._simulation.ordinals import is_simulated
 
 

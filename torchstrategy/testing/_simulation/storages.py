@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from torchstrategy._core.torch_internals import make_parameter
+from torchstrategy._base.torch_internals import make_parameter
 from torchstrategy.testing._simulation.accounts import resized
 from torchstrategy.testing._simulation.memory import on_cpu, on_device
 from torchstrategy.testing._simulation.ordinals import (

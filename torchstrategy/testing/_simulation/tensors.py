@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from torchstrategy._core.torch_internals import swap_tensors
+from torchstrategy._base.torch_internals import swap_tensors
 from torchstrategy.testing._simulation.ordinals import NAME, current, current_device, is_simulated
 from torchstrategy.testing._simulation.torch_internals import (
     ALLOWED_BEFORE_SIZES_ARE_KNOWN,

@@ -6,7 +6,7 @@ import functools
 import threading
 from typing import Any
 
-from torchstrategy._core.torch_internals import TorchDispatchMode, push_dispatch_mode
+from torchstrategy._base.torch_internals import TorchDispatchMode, push_dispatch_mode
 
 
 def starting_in(mode: TorchDispatchMode) -> tuple[type[threading.Thread], str, Any]:

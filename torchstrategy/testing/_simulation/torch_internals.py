@@ -1,7 +1,7 @@
 """The private names of torch that only simulated devices need, each with its reason.
 
 torch offers them only to backends that are written in C++. Importing this file has no effect. The names that the
-library itself needs are in `_core/torch_internals`.
+library itself needs are in `_base/torch_internals`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from torchstrategy._core.errors import plural
+from torchstrategy._base.errors import plural
 from torchstrategy.testing._virtual_time.report import in_words
 from torchstrategy.testing._virtual_time.trace import VirtualTrace
 

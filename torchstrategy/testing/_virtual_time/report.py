@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from torchstrategy._core.errors import plural
+from torchstrategy._base.errors import plural
 from torchstrategy.testing._virtual_time.profiles import GIB
 from torchstrategy.testing._virtual_time.timeline import Timeline, Wait
 

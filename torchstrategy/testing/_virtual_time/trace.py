@@ -8,7 +8,7 @@ from typing import Literal, final
 import torch
 from typing_extensions import Self
 
-from torchstrategy._core.errors import plural
+from torchstrategy._base.errors import plural
 from torchstrategy.testing._simulation.ordinals import ordinal
 from torchstrategy.testing._virtual_time.clock import Clock
 from torchstrategy.testing._virtual_time.perfetto import perfetto

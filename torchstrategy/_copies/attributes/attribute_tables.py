@@ -1,0 +1,67 @@
+"""The `__dict__`s in which the user's modules and tensors have attributes, each with those of the replicas' copies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+
+from torchstrategy._base.objects.attribute_contents import Place
+from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot
+
+
+@final
+class AttributesOfTensors:
+    """The attributes of some tensors, when this was made or last taken again.
+
+    Args:
+        tables: The `__dict__`s of the tensors, by keys of the caller's.
+    """
+
+    def __init__(self, tables: dict[str, dict[str, Any]]) -> None:
+        self._tables = tables
+        self._all = list(tables.values())
+        self.take()
+
+    def take(self) -> None:
+        """Remembers the attributes of now."""
+        # Mostly no tensor has any. Then nothing has to be kept, and it takes one look to see that nothing has changed.
+        self._known = Snapshot(self._tables) if any(self._all) else None
+
+    def edits(self) -> list[Edit]:
+        """What has changed since."""
+        if self._known is None and not any(self._all):
+            return []
+        if self._known is not None:
+            return list(self._known.edits())
+        return [Edit(path, name, MISSING, value) for path, one in self._tables.items() for name, value in one.items()]
+
+    def forget(self, path: str, name: str) -> None:
+        """Counts an attribute as changed, whatever it is or if it is gone, until this is taken again."""
+        if path not in self._tables:
+            return
+        if self._known is None:
+            self._known = Snapshot(self._tables)
+        self._known.forget(path, name)
+
+
+def tables_of_tensors(
+    names: Sequence[str], tensors: Sequence[torch.Tensor], of_replicas: Sequence[Sequence[torch.Tensor]]
+) -> list[Place]:
+    """The `__dict__`s of some tensors of the user's, each with those of the replicas' tensors."""
+    inside = zip(*(map(vars, of_replica) for of_replica in of_replicas), strict=True)
+    places = zip(names, map(vars, tensors), inside, strict=True)
+    return [Place(path=name, original=table, local=of_all) for name, table, of_all in places]
+
+
+def by_path(things: Iterable[Place]) -> dict[str, Place]:
+    """The same things by their paths, no two of which are one: two models may be of one class."""
+    seen: Counter[str] = Counter()
+    made = {}
+    for thing in things:
+        seen[thing.path] += 1
+        path = thing.path if seen[thing.path] == 1 else f"{thing.path} ({seen[thing.path]})"
+        made[path] = thing._replace(path=path)
+    return made

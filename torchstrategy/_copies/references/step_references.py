@@ -1,0 +1,180 @@
+"""The modules, tensors, optimizers and trainers that a step uses by name.
+
+All replicas share a model that was created outside of the scope, and backward in each replica would add to its one
+gradient. So the library looks at the step before it runs, in order to notice such gradients and raise an error.
+
+All replicas also share a learning-rate scheduler or a `GradScaler`, which counts steps. Those that are found are
+stepped once for all replicas; see `_copies/replica_steppers`.
+
+A *trainer* is an object of the user's own class that holds models, optimizers, schedulers or scalers, itself or through
+another such object. Each replica has its own version of the attributes that a step writes on it; see
+`_copies/attributes/trainers`.
+
+The library looks into the functions that the step calls and into the attributes of objects, both a few levels deep.
+Objects that a step reaches in other ways are not found.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchstrategy._base.objects.attribute_contents import attributes, closed_over
+from torchstrategy._base.types import Tree
+from torchstrategy._copies.references.deep_copies import globals_of
+
+STEPPERS = (LRScheduler, torch.amp.GradScaler)
+
+_FUNCTIONS = 4  # how deep calls are followed: a step may call a function that calls a function that uses the model
+_OBJECTS = 3  # how deep attributes are followed: the model may be an attribute of an attribute
+_ITEMS = 256  # how many items of a list or dict are looked at: a history of losses may be long
+_FEW = 32  # how many items a list or dict may have for each of them to be looked into
+
+_DATA = {bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set}
+
+_MAKE_TRAINERS = (nn.Module, Optimizer, *STEPPERS)
+_NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, str, int, float, type(None))
+NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy", "builtins"}
+
+
+@final
+class StepReferences:
+    """The objects that a step uses, most of them with the name by which it does."""
+
+    def __init__(self) -> None:
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.tensors: list[tuple[str, torch.Tensor]] = []  # leaves that require grad
+        self.steppers: list[tuple[str, Any]] = []  # schedulers and scalers, and bound methods of them
+        self.optimizers: list[Optimizer] = []  # one that wraps other optimizers comes after these
+        self.updates: list[tuple[str, Any]] = []  # bound methods of optimizers that act once for all replicas: `step`
+        self.others: list[tuple[str, torch.Tensor]] = []  # all other tensors
+        self._objects: dict[int, tuple[str, Any]] = {}  # by id: objects that may be trainers, each with its name
+        # By the id of an object: the ids of the objects that hold it.
+        self._holders: defaultdict[int, set[int]] = defaultdict(set)
+        self._makers: set[int] = set()  # the ids of modules, optimizers and steppers: what holds one is a trainer
+        self._seen: set[int] = set()
+
+    def trainers(self) -> list[tuple[str, Any]]:
+        """The trainers, each with its name."""
+        trainers: set[int] = set()
+        found = self._makers
+        while found:
+            found = set().union(*(self._holders.get(key, ()) for key in found)) - trainers
+            trainers |= found
+        return [named for key, named in self._objects.items() if key in trainers]
+
+    def look_at(self, name: str, value: Any, functions: int, objects: int = _OBJECTS, holder: int = 0) -> None:
+        """Records a value and the objects in it. `holder` is the id of the object of which it is an attribute."""
+        if isinstance(value, torch.Tensor):
+            (self.tensors if value.requires_grad and value.is_leaf else self.others).append((name, value))
+        elif isinstance(value, _MAKE_TRAINERS):
+            self._makers.add(id(value))
+            self._holders[id(value)].add(holder)
+            self._look_at_part(name, value)
+        elif isinstance(value, (list, tuple, dict, deque)):
+            self._look_at_items(name, value, objects, holder)
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, STEPPERS):
+            self.steppers.append((value.__name__, value))
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, Optimizer):
+            if value.__name__ == "step" or not hasattr(Optimizer, value.__name__):
+                self.updates.append((value.__name__, value))
+        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            if functions:
+                self._look_into_function(name, value, functions - 1)
+        elif not isinstance(value, _NOT_LOOKED_INTO):
+            self._look_into_object(name, value, functions, objects, holder)
+        elif isinstance(value, type) and package_of(value) not in NOT_THE_USERS:
+            self._others_of(name, value)
+
+    def _look_at_part(self, name: str, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, STEPPERS):
+            self.steppers.append((name, value))
+            return
+        kinds = Optimizer if isinstance(value, Optimizer) else STEPPERS
+        if isinstance(value, nn.Module):
+            self.modules.append((name, value))
+        for attribute, item in held_by(value):
+            if isinstance(item, kinds):
+                self._look_at_part(f"{name}.{attribute}", item)
+        if isinstance(value, Optimizer):
+            self.optimizers.append(value)
+
+    def _look_at_items(self, name: str, value: Any, objects: int, holder: int) -> None:
+        if isinstance(value, dict):
+            self._objects[id(value)] = name, value
+            self._holders[id(value)].add(holder)
+            holder = id(value)
+        are_few = objects > 0 and len(value) <= _FEW
+        for key, item in islice(value.items() if isinstance(value, dict) else enumerate(value), _ITEMS):
+            if are_few or isinstance(item, (*_MAKE_TRAINERS, torch.Tensor, types.MethodType)):
+                self.look_at(f"{name}[{key!r}]", item, 0, objects - 1, holder)
+
+    def _look_into_object(self, name: str, value: Any, functions: int, objects: int, holder: int) -> None:
+        self._holders[id(value)].add(holder)
+        if objects <= 0 or id(value) in self._objects or package_of(type(value)) in NOT_THE_USERS:
+            return
+        self._objects[id(value)] = name, value
+        self._others_of(name, type(value))
+        for attribute, held in list(attributes(value).items()):
+            self.look_at(f"{name}.{attribute}", held, 0, objects - 1, id(value))
+        if functions and callable(value) and isinstance(call := type(value).__call__, types.FunctionType):
+            self._look_into_function(name, call, functions - 1)
+
+    def _others_of(self, name: str, cls: type) -> None:
+        """Records the tensors that are attributes of a class itself."""
+        self.others += [(f"{name}.{key}", held) for key, held in vars(cls).items() if isinstance(held, torch.Tensor)]
+
+    def _look_into_function(self, name: str, fn: Any, functions: int) -> None:
+        if isinstance(fn, functools.partial):
+            for value in (*fn.args, *fn.keywords.values()):
+                self.look_at("an argument of functools.partial", value, functions)
+            self.look_at(name, fn.func, functions + 1)
+        elif isinstance(fn, types.MethodType):
+            self.look_at("self", fn.__self__, 0)
+            self.look_at(name, fn.__func__, functions + 1)
+        elif id(fn) not in self._seen and package_of(fn) not in NOT_THE_USERS:
+            self._seen.add(id(fn))
+            names = {key: fn.__globals__[key] for key in globals_of(fn)}
+            defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+            unnamed = (("a default argument", value) for value in defaults)
+            for found, value in (*closed_over(fn), *names.items(), *unnamed):
+                self.look_at(found, value, functions)
+
+
+def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepReferences:
+    """The objects that `fn` uses by name, and those in the leaves of its arguments."""
+    found = StepReferences()
+    found.look_at("the step", fn, _FUNCTIONS + 1)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            found.look_at("an argument", leaf, 0)
+        elif not leaf.requires_grad:
+            found.others.append(("an argument", leaf))
+    return found
+
+
+def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
+    """The values of an object's attributes, with their names; of a list or tuple, its items."""
+    for attribute, held in list(attributes(thing).items()):
+        if type(held) not in (list, tuple):
+            yield attribute, held
+        elif len(held) <= _ITEMS or not set(map(type, islice(held, _ITEMS))) <= _DATA:  # else it would take long
+            for item in held:
+                yield attribute, item
+
+
+def package_of(thing: Any) -> str:
+    """The package in which a class or function was defined."""
+    return (getattr(thing, "__module__", None) or "").partition(".")[0]

@@ -1,0 +1,432 @@
+"""Optimizers, learning-rate schedulers and `GradScaler` in a replica: their step is one step for all replicas.
+
+An optimizer shows the replica's own parameters. When all replicas have come to `optimizer.step()`, the user's own
+optimizer takes the step on the gradients of the whole batch.
+
+So it is with the methods that schedulers and scalers run once a step (`step`, `update`, `unscale_`): they are
+synchronization points, at which the user's own object runs the method once. Everything else about them can be asked
+anywhere.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Protocol, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchstrategy._base.context import current_frame, in_use
+from torchstrategy._base.devices import memory_device
+from torchstrategy._base.objects.proxies import plain_class, users_own
+from torchstrategy._base.torch_internals import hide_from_compiler, versions
+from torchstrategy._base.trace import traced
+from torchstrategy._base.tree import tree_flatten
+from torchstrategy._base.types import Device, Tree
+from torchstrategy._copies.gradients.replica_gradients import ReplicaGradients
+from torchstrategy._group.group import Replica
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group has beside its parameters, for another optimizer or another replica."""
+    # A learning rate may be a tensor. Each replica gets a clone: `lr.mul_(0.5)` on one tensor would act n times.
+    return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in group.items() if name != "params"}
+
+
+class OptimizerHost(Protocol):
+    """The user's own parameters and gradients in one run, for the optimizers in its replicas."""
+
+    def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
+        """Calls a function once for all replicas, while they wait: the user's parameters have all gradients.
+
+        Args:
+            call: The function.
+            optimizer: The optimizer of which the function calls a method, if it does.
+        """
+
+    def compare(self, name: str, given: _Given) -> None:
+        """Refuses a method that acts once for all replicas if those of other processes give it other arguments."""
+
+    def cross_replica(self) -> AbstractContextManager[None]:
+        """For the length of the block, this thread acts for all replicas, with the caller's default device."""
+
+    def show(self) -> None:
+        """From here on, until `stop_showing`, the user's parameters have the gradients of the whole batch."""
+
+    def stop_showing(self, optimizer: Optimizer | None = None) -> None:
+        """Ends `show`: the values that an optimizer has written on the user's parameters reach the replicas."""
+
+    def loss(self, losses: Sequence[Any]) -> Any:
+        """The loss of the whole batch, made of the loss of each replica."""
+
+
+@final
+@dataclass(eq=False)
+class ReplicaOptimizer:
+    """One optimizer in one replica, for one run.
+
+    Args:
+        optimizer: The user's own.
+        replica: The replica.
+        gradients: The gradients of the replica.
+        index_of: The position in `gradients` of each parameter that the optimizer updates, by the id of the user's
+            parameter.
+        host: Acts on the user's parameters and gradients.
+        leads: Whether the optimizer's loop runs in this replica, for an optimizer that calls a closure.
+        own_state: Returns the state of this replica's own copy of the optimizer, by the replica's parameters. None: the
+            replica has no copy, and is shown the state of the user's optimizer.
+    """
+
+    optimizer: Optimizer
+    replica: Replica
+    gradients: ReplicaGradients
+    index_of: Mapping[int, int]
+    host: OptimizerHost
+    leads: bool
+    own_state: Callable[[], dict[torch.Tensor, Any]] | None
+    # The groups that the step was shown, on which it may write, and the same groups as they were then.
+    _groups: list[dict[str, Any]] = field(default_factory=list)
+    _shown: list[dict[str, Any]] = field(default_factory=list)
+    # The tensors of the state that the step was shown, and their versions then.
+    _state: list[torch.Tensor] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups with this replica's parameters. Settings that the step writes there hold from the next update."""
+        if not self._shown:
+            self._groups = [self._local_group(group) for group in self._central_groups]
+            self._shown = [self._local_group(group) for group in self._central_groups]
+        return self._groups
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        """The optimizer's state for each of this replica's parameters. The step may read it, and not write on it."""
+        name = plain_class(type(self.optimizer)).__name__
+        if self.own_state is not None:
+            with self.gradients.on_callers_streams():  # the first replica that asks brings the state to all of them
+                states = self.own_state()
+        else:
+            states = {self._local(owner): state for owner, state in users_own(self.optimizer, "state").items()}
+        if not self._state:
+            values = chain.from_iterable(of.values() for of in states.values() if isinstance(of, dict))
+            self._state = [value for value in values if isinstance(value, torch.Tensor)]
+            self._versions = versions(self._state)
+        return _Shown(name, {key: _Shown(name, of) if isinstance(of, dict) else of for key, of in states.items()})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears this replica's local and visible gradients. A synchronization point only if a hook waits for one."""
+        self.gradients.clear(list(self.index_of.values()), set_to_none)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes a step, once for all replicas."""
+        return self.call("step", *args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A synchronization point, at which gradients are reduced and a method of the user's optimizer runs once.
+
+        Args:
+            method: The name of the method.
+            *args: Its arguments, the same in each replica. But a closure computes the replica's own loss.
+            **kwargs: Its keyword arguments, likewise.
+        """
+        name = "optimizer.step()" if method == "step" else f"{plain_class(type(self.optimizer)).__name__}.{method}()"
+        closures = [value for value in (*args, *kwargs.values()) if _is_closure(value)]
+        if closures:
+            return self._call_with(closures[0], name, method, (args, kwargs))
+
+        def combine(brought: Sequence[_Given]) -> list[Any]:
+            _check(name, brought, self.host)
+            return [self.host.together(lambda: self._update(method, *args, **kwargs), self.optimizer)] * len(brought)
+
+        self.gradients.totals.accumulate(self.replica.index)
+        return self.replica.synchronize(name, combine, (args, kwargs))
+
+    def _call_with(self, closure: Callable[[], Any], name: str, method: str, arguments: _Given) -> Any:
+        """Runs an optimizer that calls a closure for the loss and its gradients, as often as it likes (`LBFGS`).
+
+        The optimizer's loop runs on the thread of the first replica, and the others wait at the next synchronization
+        point. Whenever the loop calls the closure, all replicas compute their loss.
+        """
+        host, frame = self.host, current_frame()
+        assert frame is not None
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            return self.replica.synchronize(name, shown, value)
+
+        def shown(losses: Sequence[Any]) -> list[Any]:
+            host.show()
+            return [host.loss(losses)] * len(losses)
+
+        def taken_back(brought: Sequence[Any]) -> list[Any]:
+            host.stop_showing(self.optimizer)
+            return [brought[0]] * len(brought)
+
+        def asked() -> Any:
+            self.replica.synchronize(name, taken_back, _EVALUATE)
+            with frame, in_use(self.replica.device):
+                return evaluate()
+
+        def begun(brought: Sequence[_Given]) -> list[None]:
+            _check(name, brought, host)
+            host.show()
+            return [None] * len(brought)
+
+        def given(ask: object) -> _Given:
+            args, kwargs = arguments
+            own = [ask if value is closure else value for value in args]
+            return tuple(own), {key: ask if value is closure else value for key, value in kwargs.items()}
+
+        # The closure cannot run on the thread of the caller, which is the one that combines: it is a part of the step,
+        # and needs the thread-local state of its replica. So the loop has to run on the thread of a replica, too.
+        self.replica.synchronize(name, begun, given(None))
+        if self.leads:
+            asking, by_name = given(asked)
+            with host.cross_replica():
+                result = self._update(method, *asking, **by_name)
+            return self.replica.synchronize(name, taken_back, result)
+        while (result := self.replica.synchronize(name, taken_back, None)) is _EVALUATE:
+            evaluate()
+        return result
+
+    def _update(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with traced("update [{}]", self.optimizer):
+            return getattr(self.optimizer, method)(*args, **kwargs)
+
+    def forget_settings(self) -> None:
+        """Forgets what the step was shown, since an update may have changed settings and state."""
+        self._groups, self._shown, self._state, self._versions = [], [], [], []
+
+    def return_settings(self) -> None:
+        """Brings settings that the step wrote on the groups, such as a learning rate, to the user's own optimizer."""
+        if not self._shown:
+            return
+        central = self._central_groups
+        for (i, name), value in self.written_settings().items():
+            if isinstance(value, torch.Tensor) and isinstance(central[i].get(name), torch.Tensor):
+                central[i][name].copy_(value)
+            else:
+                central[i][name] = value
+        for group, shown, own in zip(self._groups, self._shown, central, strict=True):
+            for name in shown.keys() - group.keys():
+                own.pop(name, None)
+
+    def written_settings(self) -> dict[tuple[int, str], Any]:
+        """The settings that the step wrote on the groups, by the position of the group and the setting's name.
+
+        Raises:
+            RuntimeError: If the step has changed which parameters a group has, or which groups there are.
+        """
+        params = [[list(map(id, group["params"])) for group in groups] for groups in (self._groups, self._shown)]
+        if params[0] != params[1]:
+            raise RuntimeError(
+                f"The step changed the parameters of {plain_class(type(self.optimizer)).__name__}.param_groups, or the "
+                "groups themselves, in a replica, which shares the optimizer with the others. Do it outside of "
+                "strategy.run. To freeze parameters in a step, set their requires_grad."
+            )
+        return {
+            (i, name): value
+            for i, (group, shown) in enumerate(zip(self._groups, self._shown, strict=True))
+            for name, value in group.items()
+            if name != "params" and not _is_same(value, shown.get(name))
+        }
+
+    def settings(self) -> list[dict[str, Any]]:
+        """For each group, the settings of the next update that are numbers, flags or the like."""
+        groups = [
+            {name: value for name, value in group.items() if isinstance(value, _SETTINGS) or _is_number(value)}
+            for group in self._central_groups
+        ]
+        for (i, name), value in self.written_settings().items():
+            groups[i][name] = value
+        return groups
+
+    def refuse_other_settings(self, mine: int, others: Mapping[int, ReplicaOptimizer]) -> None:
+        """Refuses a write on the state, and a setting that another replica has set to another number than this one has.
+
+        Args:
+            mine: The id of this replica.
+            others: This optimizer in the other replicas, by their ids.
+
+        Raises:
+            RuntimeError: Naming it.
+        """
+        if any(versions(one._state) != one._versions for one in (self, *others.values())):
+            raise RuntimeError(_STATE_WRITTEN.format(name=plain_class(type(self.optimizer)).__name__))
+        written = self.written_settings()
+        for replica, other in others.items():
+            for (i, name), value in other.written_settings().items():
+                own = written.get((i, name), self._central_groups[i].get(name))
+                if isinstance(value, _COMPARED) and isinstance(own, _COMPARED) and own != value:
+                    raise RuntimeError(
+                        f"The replicas set {plain_class(type(self.optimizer)).__name__}.param_groups[{i}][{name!r}] to "
+                        f"different values: {own} in replica {mine} and {value} in replica {replica}. They share the "
+                        "optimizer. Set the same value in each: get_replica_context().all_reduce(...) makes one of all."
+                    )
+
+    @property
+    def _central_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = users_own(self.optimizer, "param_groups")
+        return groups
+
+    def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**settings_of(group), "params": [self._local(owner) for owner in group["params"]]}
+
+    def _local(self, owner: torch.Tensor) -> torch.Tensor:
+        index = self.index_of.get(id(owner))
+        return owner if index is None else self.gradients.own(index)
+
+
+_STATE_WRITTEN = (
+    "A step wrote on the state of {name} in a replica, which shares the optimizer with the others. Write on it in a "
+    "method of the optimizer's class, which is called once for all of them; after strategy.run; or in a merge "
+    "function: get_replica_context().merge_call(...)."
+)
+
+
+@final
+class _Shown(dict[Any, Any]):
+    """The state of an optimizer as a replica is shown it: read-only, and empty for a parameter without state."""
+
+    def __init__(self, optimizer: str, values: Mapping[Any, Any]) -> None:
+        super().__init__(values)
+        self._optimizer = optimizer
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, torch.Tensor):
+            return _Shown(self._optimizer, {})
+        raise KeyError(key)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(_STATE_WRITTEN.format(name=self._optimizer))
+
+    __setitem__ = __delitem__ = setdefault = update = pop = popitem = clear = __ior__ = _refuse
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+_SETTINGS = (int, float, tuple, type(None))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+_COMPARED = (int, float, str, tuple)
+_EVALUATE = object()  # tells the other replicas that the optimizer has called the closure and has no result yet
+
+# The arguments of a method: positional and by keyword.
+_Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _is_closure(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (nn.Module, torch.Tensor, type))
+
+
+def _check(name: str, brought: Sequence[_Given], host: OptimizerHost) -> None:
+    for given in brought if any(brought[0]) else ():
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(given)[0]):
+            raise RuntimeError(
+                f"{name} acts once for all replicas, and was given a tensor that requires grad, which is one replica's "
+                "own. In the step, run backward and give the method nothing of the graph; or call it after "
+                "strategy.run, with tensors computed from your own parameters."
+            )
+    _refuse_different(name, brought, host)
+
+
+@final
+@dataclass(eq=False)
+class SharedStepper:
+    """A scheduler or scaler in one replica, for one run.
+
+    Args:
+        counter: The user's own.
+        replica: The replica.
+        host: Calls a function once for all replicas.
+    """
+
+    counter: LRScheduler | torch.amp.GradScaler
+    replica: Replica
+    host: OptimizerHost
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A synchronization point, at which a method of the user's scheduler or scaler runs once."""
+        name = f"{type(self.counter).__name__}.{method}()"
+
+        def combine(brought: Sequence[_Given]) -> list[Any]:
+            _refuse_different(name, brought, self.host)
+            return [self.host.together(lambda: getattr(self.counter, method)(*args, **kwargs))] * len(brought)
+
+        return self.replica.synchronize(name, combine, (args, kwargs))
+
+
+_ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+
+
+def make_ready(steppers: Iterable[object], device: Device) -> None:
+    """Lets scalers make the tensor of their scale before the replicas run."""
+    # A scaler makes it when it sees its first loss. In a run, several replicas would make it at the same time.
+    for counter in steppers:
+        if isinstance(counter, torch.amp.GradScaler) and counter not in _ready:
+            counter.scale(torch.zeros((), device=memory_device(device)))
+            _ready.add(counter)
+
+
+def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
+    """Refuses steps that hold a bound method of a scheduler, a scaler or an optimizer.
+
+    Such a method is bound to the user's own object, so the step would pass by the object that acts for all replicas.
+
+    Raises:
+        RuntimeError: Naming it.
+    """
+    for name, thing in named:
+        if isinstance(thing, types.MethodType):
+            kind = type(thing.__self__).__name__
+            raise RuntimeError(
+                f"The step holds {kind}.{name}, a method that was taken from its object before the run: each replica "
+                f"would call it, and it acts once for all of them. Name the object in the step, and call its {name} "
+                "there; or call it after the run."
+            )
+
+
+def _refuse_different(name: str, brought: Sequence[_Given], host: OptimizerHost) -> None:
+    """Refuses different arguments from the replicas for a method that runs once for all of them.
+
+    Raises:
+        ValueError: Naming what they call.
+    """
+    args, kwargs = brought[0]
+    for other, by_name in brought[1:]:
+        alike = len(args) == len(other) and kwargs.keys() == by_name.keys()
+        pairs = [*zip(args, other, strict=False), *((value, by_name.get(key)) for key, value in kwargs.items())]
+        if not alike or not all(_is_same(own, theirs) for own, theirs in pairs):
+            raise ValueError(
+                f"{name} acts once for all replicas, and they gave it different arguments. Give it the same in each: "
+                "get_replica_context().all_reduce(...) makes one value of all."
+            )
+    if args or kwargs:
+        host.compare(name, brought[0])
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.shape == other.shape and torch.equal(value, other.to(value.device))
+    return value is other or (isinstance(value, (int, float, str)) and value == other)
+
+
+# A compiler that traced these would trace the locks and threads of a synchronization point.
+hide_from_compiler(ReplicaOptimizer.step)
+hide_from_compiler(ReplicaOptimizer.call)
+hide_from_compiler(ReplicaOptimizer.zero_grad)

@@ -1,0 +1,382 @@
+"""Copies and sums between devices: the only caller of `torch.nn.parallel` and of NCCL.
+
+The primitives of `torch.nn.parallel` move many tensors in few transfers, but only between CUDA devices that are all
+different. For all other devices, the CPU included, plain copies do the same. Gradients are weighted on one device.
+
+Many small tensors are sent as a few large ones, the buckets. They are flattened, put one after the other and cut into
+buckets; after the transfer they are taken apart again. A *column* has the tensors of one shape that the replicas have
+of one value, a tensor for each replica. Columns of one dtype and on the same devices share buckets; a sparse or empty
+tensor is sent as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.cuda import nccl
+from torch.nn.parallel import comm
+
+from torchstrategy._base import torch_internals
+from torchstrategy._base.context import is_accelerator
+from torchstrategy._base.devices import copies_by_itself, memory_device
+from torchstrategy._base.streams import on_stream
+from torchstrategy._base.types import Device
+from torchstrategy._group.copy_streams import Cargo, copy_stream
+from torchstrategy._group.native_dtypes import (
+    as_addable,
+    as_sendable,
+    can_be_added,
+    from_addable,
+    from_sendable,
+    is_sent_as_it_is,
+)
+
+_KNOWN = frozenset({"cuda"})  # the types of devices that NCCL and the primitives support
+_SMALL = 1 << 18  # bytes: tensors up to this size are sent together, since larger ones fill the bus alone
+_TOGETHER = 1 << 24  # bytes that are sent together: for a while, both devices need as much extra memory
+
+
+def sent_to(tensor: torch.Tensor, device: Device) -> torch.Tensor:
+    """A copy on a device; it never shares memory with the original, and no gradient flows through it."""
+    return tensor.detach().to(memory_device(device), copy=True)
+
+
+class Write(NamedTuple):
+    """Values to write on tensors of one device. Several writes that have the same sources are sent together."""
+
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]  # all on one device, which may be another one than that of the targets
+
+
+def write(writes: Sequence[Write]) -> list[torch.Event]:
+    """Does all `writes` in few transfers, in which small tensors are sent together. No gradient flows.
+
+    Transfers to an accelerator are on its copy stream, so that transfers to several devices overlap.
+
+    Returns:
+        The ends of transfers from the CPU. Until then, sources in pinned memory may still be read: the caller waits
+        before anybody may write them.
+    """
+    writes = [write for write in writes if write.targets]
+    if _is_broadcast(writes):
+        _broadcast(writes)
+        return []
+    for targets, sources in writes:
+        device = targets[0].device
+        if sources[0].device == device:
+            torch_internals.foreach_copy_(targets, sources)
+            continue
+        with _copying_to(device):
+            # The program waits for the small ones, which come from memory that is not pinned. So they go first.
+            for group in sorted(_groups(sources), key=len, reverse=True):
+                there = [targets[index] for index in group]
+                if len(group) > 1:
+                    torch_internals.foreach_copy_(there, brought([sources[index] for index in group], device))
+                else:  # a large tensor is copied without a temporary tensor on the target device
+                    there[0].copy_(sources[group[0]], non_blocking=copies_by_itself(device))
+    places = [write.targets[0].device for write in writes if write.sources[0].is_cpu]
+    return [copy_stream(device, Cargo.VALUES).record_event() for device in places if is_accelerator(device)]
+
+
+def _broadcast(writes: Sequence[Write]) -> None:
+    """Writes tensors of one CUDA device on those of several others.
+
+    Small tensors are sent together and large ones into the targets themselves, so that no device needs memory for all
+    values twice.
+    """
+    for group in _groups(writes[0].sources):
+        sources = [writes[0].sources[index] for index in group]
+        targets = [[write.targets[index] for index in group] for write in writes]
+        if len(group) == 1 and all(is_sent_as_it_is(tensor) for tensor in [sources[0], *(one for (one,) in targets)]):
+            with torch_internals.counting_writes([one for (one,) in targets]):
+                comm.broadcast(sources[0].detach(), out=[one.detach() for (one,) in targets])
+            continue
+        devices = [sources[0].device, *(tensors[0].device for tensors in targets)]
+        _, *copies = comm.broadcast_coalesced([as_sendable(tensor) for tensor in sources], devices)
+        for tensors, copy in zip(targets, copies, strict=True):
+            arrived = [from_sendable(sent, like) for sent, like in zip(copy, sources, strict=True)]
+            torch_internals.foreach_copy_(tensors, arrived)
+
+
+def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = False) -> list[torch.Tensor]:
+    """Tensors of one device, on `device`; not copied if they are there. Small ones go together, and share memory.
+
+    From an accelerator, large ones come into `pinned` memory of the CPU, if asked, which is several times faster.
+    """
+    if not tensors or tensors[0].device == device:
+        return list(tensors)
+    arrived: dict[int, torch.Tensor] = {}
+    for indices in _groups(tensors):
+        if len(indices) == 1:
+            # To the CPU, a copy that does not block makes a tensor in pinned memory.
+            arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=copies_by_itself(device) or pinned)
+            continue
+        like = [tensors[index] for index in indices]
+        together = torch.cat([tensor.reshape(-1) for tensor in like])
+        arrived.update(zip(indices, torch_internals.unflattened(together.to(device), like), strict=True))
+    if pinned:
+        torch.accelerator.current_stream(tensors[0].device).synchronize()
+    return [arrived[index] for index in range(len(tensors))]
+
+
+def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
+    """The sum of tensors of one shape on any devices, as a new tensor on `device`. Differentiable."""
+    target = memory_device(device)
+    if _are_added_by_primitives(tensors) and not _any_requires_grad(tensors):
+        # `reduce_add` can only sum on a device that has one of the tensors.
+        root = target if target in [t.device for t in tensors] else tensors[0].device
+        if not torch_internals.are_dense(tensors):
+            summed: torch.Tensor = comm.reduce_add(list(tensors), root.index)
+            return summed.to(target)
+        numbers: torch.Tensor = comm.reduce_add([as_addable(tensor) for tensor in tensors], root.index)
+        return from_addable(numbers, tensors[0].dtype).to(target)
+    total = tensors[0].to(target)
+    if len(tensors) == 1:
+        return total.clone() if total is tensors[0] else total
+    total = total + tensors[1].to(target)
+    for tensor in tensors[2:]:
+        there = tensor.to(target)
+        can_take = total.layout is torch.strided and total.dtype == there.dtype
+        total = total.add_(there) if can_take else total + there
+    return total
+
+
+def sums(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torch.Tensor]:
+    """The result of `added` for each of several columns of tensors of one dtype, in fused loops where possible."""
+    rows = [list(row) for row in zip(*columns, strict=False)]
+    if not _are_fusible(columns, rows):
+        return [added(column, device) for column in columns]
+    first, second, *others = (brought(row, memory_device(device)) for row in rows)
+    totals = torch_internals.foreach_add(first, second)
+    for row in others:
+        torch_internals.foreach_add_(totals, row)
+    return list(totals)
+
+
+def _are_fusible(columns: Sequence[Sequence[torch.Tensor]], rows: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether fused loops can add the columns, and are the best way.
+
+    Every column must have several dense tensors, and every row must be on one device. The primitives, where they work,
+    are better.
+    """
+    if len(rows) < 2 or any(len(column) != len(rows) for column in columns):
+        return False
+    devices = [{tensor.device for tensor in row} for row in rows]
+    if any(len(several) > 1 for several in devices) or _have_primitives([device for (device,) in devices]):
+        return False
+    return all(torch_internals.are_dense(row) and not _any_requires_grad(row) for row in rows)
+
+
+def why_not_nccl(devices: Sequence[Device]) -> str | None:
+    """Why NCCL cannot sum tensors on these devices; None if it can."""
+    if not all(device.type in _KNOWN for device in devices):
+        return f"NCCL joins CUDA devices only, and these are {', '.join(map(str, devices))}"
+    if len(set(devices)) < len(devices):
+        return f"NCCL joins devices that are all different, and these are {', '.join(map(str, devices))}"
+    return None if torch_internals.HAS_NCCL else "this build of torch has no NCCL"
+
+
+def nccl_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The sum of tensors of one shape, on the device of each of them. No gradient flows.
+
+    Args:
+        tensors: Dense tensors on devices between which NCCL can send.
+    """
+    if not can_be_added(tensors[0].dtype):  # torch itself says so
+        return [added(tensors, tensor.device) for tensor in tensors]
+    inputs = [as_addable(tensor).contiguous() for tensor in tensors]
+    outputs = [torch.empty_like(tensor) for tensor in inputs]
+    nccl.all_reduce(inputs, outputs)
+    return [from_addable(output, tensors[0].dtype) for output in outputs]
+
+
+def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:
+    """Tensors on any devices, concatenated along `axis`, on `device`. Differentiable."""
+    return torch.cat([tensor.to(memory_device(device)) for tensor in tensors], dim=axis)
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Which tensors are sent together, by position: small ones of one device and dtype, up to a total size."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    kinds = [index if is_sent_alone(tensor) else (tensor.device, tensor.dtype) for index, tensor in enumerate(tensors)]
+    return grouped(kinds, sizes, _TOGETHER)
+
+
+def is_sent_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is large enough for a transfer of its own, or of a layout that does not go with others."""
+    return tensor.layout is not torch.strided or tensor.numel() * tensor.element_size() > _SMALL
+
+
+def _is_broadcast(writes: Sequence[Write]) -> bool:
+    """Whether the same values go from one CUDA device to several others, for which there is a primitive."""
+    if len(writes) < 2 or len({tuple(map(id, write.sources)) for write in writes}) > 1:
+        return False
+    return _have_primitives([writes[0].sources[0].device, *(write.targets[0].device for write in writes)])
+
+
+@contextmanager
+def _copying_to(device: Device) -> Iterator[None]:
+    """A block whose work is on the copy stream of a device.
+
+    The copy stream waits for what the current stream has been given before, and the current stream waits for the work.
+    """
+    if not is_accelerator(device):
+        yield
+        return
+    stream, current = copy_stream(device, Cargo.VALUES), torch.accelerator.current_stream(device)
+    if stream == current:  # such as on MPS, which has one stream
+        yield
+        return
+    stream.wait_stream(current)
+    with on_stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def _are_added_by_primitives(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the primitives can add up tensors of one dtype."""
+    return len(tensors) > 1 and can_be_added(tensors[0].dtype) and _have_primitives([t.device for t in tensors])
+
+
+def _have_primitives(devices: Sequence[Device]) -> bool:
+    return all(device.type in _KNOWN for device in devices) and len(set(devices)) == len(devices)
+
+
+def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(torch_internals.requires_grad_of(tensors))
+
+
+def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
+    """Whether two gradients have the same numbers, layout, shape and dtype."""
+    if second is None or first.layout != second.layout or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.layout is torch.sparse_coo:
+        one, other = first.coalesce(), second.coalesce()
+        return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
+    return torch.equal(first, second)
+
+
+def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """The sum of tensors, each multiplied by its weight, as a new tensor."""
+    return functools.reduce(torch.add, map(torch.mul, tensors, weights))
+
+
+def accumulate(
+    total: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor], weight: float, are_ours: bool = False
+) -> None:
+    """`total += weight * gradients`, parameter by parameter, in fused loops.
+
+    If `are_ours`, the library owns the gradients: they may be written, and become the total themselves. Gradients of
+    others are not written.
+    """
+    fresh = [index for index in gradients if index not in total]
+    known = [index for index in gradients if index in total] if total else []
+    if not torch_internals.are_dense((*gradients.values(), *total.values())):
+        for index in known:
+            total[index] = total[index] + gradients[index] * weight
+        total.update((index, gradients[index] * weight) for index in fresh)
+        return
+    if known:
+        totals = [total[index] for index in known]
+        torch_internals.foreach_add_(totals, [gradients[index] for index in known], alpha=weight)
+    if fresh:
+        new = [gradients[index] for index in fresh]
+        if are_ours and torch_internals.are_alone_in_memory(new):  # backward may give one gradient to two parameters
+            if weight != 1:
+                torch_internals.foreach_mul_(new, as_factor(weight, new))
+        else:
+            new = list(torch_internals.foreach_mul(new, weight))
+        total.update(zip(fresh, new, strict=True))
+
+
+def as_factor(weight: float, tensors: Sequence[torch.Tensor]) -> float | torch.Tensor:
+    """A number by which to multiply tensors: on the CPU a tensor, since torch makes one of a number for each factor."""
+    kinds = set(torch_internals.dtypes(tensors))
+    is_usual = kinds in ({torch.float32}, {torch.float64}) and all(torch_internals.are_on_cpu(tensors))
+    return torch.tensor(weight, dtype=tensors[0].dtype, device="cpu") if is_usual else weight
+
+
+def times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
+    """Each of some tensors, multiplied by a weight; None in place of all tensors if the weight is 0."""
+    if weight == 1:
+        return tensors
+    known = {i: t for i, t in enumerate(tensors) if t is not None and weight}
+    scaled: dict[int, torch.Tensor] = {}
+    accumulate(scaled, known, weight)
+    return [scaled.get(i) for i in range(len(tensors))]
+
+
+Column = Sequence[torch.Tensor]
+
+
+def in_buckets(columns: Sequence[Column], limit: int, combine: Callable[[Column], torch.Tensor]) -> list[torch.Tensor]:
+    """Calls `combine`, which works element by element, on columns in buckets, and returns its result for each column.
+
+    A bucket has `limit` bytes at most; 0: `combine` is called on each column by itself.
+    """
+    if not limit:
+        return [combine(column) for column in columns]
+    return [result for (result,) in bucketed(columns, limit, lambda bucket: [combine(bucket)])]
+
+
+def bucketed(
+    columns: Sequence[Column], limit: float, combine: Callable[[Column], Column], count: int = 1
+) -> list[list[torch.Tensor]]:
+    """The same, for a `combine` that returns several tensors. No two of the results share memory.
+
+    Args:
+        columns: The columns that are sent.
+        limit: How many bytes are put one after the other at most; a larger column is alone. 0: each column is.
+        combine: Called with a bucket: a tensor for each replica. A column that has a bucket of its own is not copied.
+        count: How many buckets of equal size these are cut into; the last one also has the rest.
+    """
+    found: dict[int, list[torch.Tensor]] = {}
+    kinds = [_kind(column) or index for index, column in enumerate(columns)]
+    for group in grouped(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit):
+        like = [columns[index][0] for index in group]
+        total = sum(tensor.numel() for tensor in like)
+        pieces = count if _kind(columns[group[0]]) and total >= count else 1  # else they are too small to cut
+        if len(group) == pieces == 1:
+            found[group[0]] = list(combine(columns[group[0]]))
+            continue
+        size = total // pieces
+        sizes = [*[size] * (pieces - 1), total - size * (pieces - 1)]
+        rows = zip(*(columns[index] for index in group), strict=True)
+        buckets = zip(*(torch.cat([tensor.reshape(-1) for tensor in row]).split(sizes) for row in rows), strict=True)
+        of_replicas = zip(*map(combine, buckets), strict=True)
+        arrived = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in of_replicas]
+        results = [[part.clone() for part in torch_internals.unflattened(flat, like)] for flat in arrived]
+        found.update(zip(group, map(list, zip(*results, strict=True)), strict=True))
+    return [found[index] for index in range(len(columns))]
+
+
+def grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float, over: bool = False) -> list[list[int]]:
+    """Which of several things go together, by position: those of one kind, up to a total size.
+
+    Args:
+        kinds: The kind of each thing.
+        sizes: Its size.
+        limit: The total size.
+        over: Whether the last thing of a group may go over the limit. Then no small group is left between large things.
+    """
+    groups: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    room: dict[Hashable, float] = {}
+    for index, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
+        if room.get(kind, -1) < (1 if over else size):
+            groups.append([])
+            filling[kind], room[kind] = groups[-1], limit
+        filling[kind].append(index)
+        room[kind] -= size
+    return groups
+
+
+def _kind(column: Column) -> Hashable:
+    """What columns that share buckets have in common; None for a column that is sent as it is."""
+    if not column[0].numel() or any(tensor.layout is not torch.strided for tensor in column):
+        return None
+    return column[0].dtype, tuple(tensor.device for tensor in column)

@@ -1,0 +1,90 @@
+"""A run in the only replica of one of several workers, which uses the user's own objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchstrategy._base import distributed_values
+from torchstrategy._base.context import in_use, needs_device_context, this_thread
+from torchstrategy._base.distributed_values import check_component_counts
+from torchstrategy._base.options import ReduceOp, RunOptions
+from torchstrategy._base.torch_internals import is_profiling
+from torchstrategy._base.trace import traced
+from torchstrategy._base.types import ReplicaFn, StrategyLike, Tree
+from torchstrategy._group.group import InlineReplica, ReplicaGroup
+from torchstrategy._group.instruments import performed_alone
+from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._run.own.own_objects import OwnObjects
+from torchstrategy.replica_context import LoneFrame, refuse_unfinished
+
+
+def run_on_own_objects(
+    strategy: StrategyLike,
+    storage: OwnObjects,
+    fn: ReplicaFn,
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+    options: RunOptions,
+    default: ReduceOp,
+    counts: Sequence[float] | None = None,
+) -> Tree:
+    """Calls the step once, in this worker's replica.
+
+    Its code runs between steps, when it is in no cache of the processor: each call takes several times as long as in a
+    loop.
+
+    Args:
+        strategy: The strategy.
+        storage: What the step uses.
+        fn: The step.
+        args: Its positional arguments, with the values of all replicas.
+        kwargs: Its keyword arguments.
+        options: What the user has said about the run.
+        default: How gradients become one, where the options do not say.
+        counts: How much this replica counts, as a function of the user's has said.
+    """
+    workers = storage.layout.workers
+    values = distributed_values.distributed_within((*args, *kwargs.values()))
+    check_component_counts(values, 1)
+    weights = ReplicaWeights.of_lone_replicas(values, options, default, workers, counts)
+    device = storage.devices[0]
+    # Where the step has the caller's default device, nobody needs to ask for it, which takes long.
+    callers_device = torch.get_default_device() if needs_device_context(device) else None
+
+    def make_group() -> ReplicaGroup:
+        replica = InlineReplica(0, device, callers_device)
+        replica.telling = workers.arrive
+        replica.combining = storage.random.for_all_workers
+        return ReplicaGroup(replica, weights, storage.devices, workers)
+
+    if weights.is_understudy:
+        args, kwargs = distributed_values.for_understudy((args, kwargs))
+    args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0) if kwargs else kwargs
+    name = getattr(fn, "__name__", type(fn).__name__)
+    frame, frames = LoneFrame(strategy, make_group), this_thread.frames
+
+    def call() -> Tree:
+        depth = len(frames)
+        try:  # not a block: a signal's handler may raise on the way into its `__exit__`, and the frame would stay
+            frames.append(frame)
+            workers.begin_step()
+            if callers_device is None:
+                result = performed_alone(fn, args, kwargs)
+            else:
+                with in_use(device):
+                    result = performed_alone(fn, args, kwargs)
+            if result is not None:
+                refuse_unfinished(result)
+        finally:
+            del frames[depth:]
+            frame.ends()
+        return result
+
+    if is_profiling():
+        with traced("run {} [replica {}]", fn, 0):
+            result = storage.run(weights, name, values, (args, kwargs), call)
+    else:
+        result = storage.run(weights, name, values, (args, kwargs), call)
+    return None if result is None else weights.regrouped({0: result}, workers, are_results=True)

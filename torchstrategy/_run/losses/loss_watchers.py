@@ -1,0 +1,157 @@
+"""What happens where the backward of a replica begins: its loss is read, and its gradient is weighted by that.
+
+The gradients of a replica are multiplied by its part of the rows when they are reduced, see `gradient_reducer`. A loss
+that was divided by something else gets another weight here, before backward runs: `LossWeigher` multiplies the gradient
+with which it begins by the quotient of the two weights. Where the terms of a loss have unlike weights, backward begins
+at the terms, each with a gradient of its own.
+
+`LossNotes` only looks on: where a strategy weighs by rows and nobody has said that it should, a run warns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol, final
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from torchstrategy._base.context import is_in_replica, undisturbed
+from torchstrategy._base.torch_internals import hide_from_compiler, losses_run_by, unseen_by_function_modes
+from torchstrategy._group.group import Replica
+from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._run.losses.graph_nodes import without_unpacking
+from torchstrategy._run.losses.loss_terms import Term, read_terms
+from torchstrategy._run.losses.loss_weights import UNREAD, LossWeights, Reading, weigh
+
+
+class GradientsOfReplica(Protocol):
+    """The gradients of one replica, as far as its losses have to do with them."""
+
+    def dropping(self) -> AbstractContextManager[None]:
+        """A block in which backward adds nothing to them."""
+
+
+MAX_BACKWARDS = 8  # of one replica in one run, that are looked at to warn
+
+_Run = Callable[[Sequence[Any], Sequence[Any]], Any]
+
+
+class _Watcher:
+    """What is read of the losses of one run.
+
+    Args:
+        weights: How much each replica counts.
+        rows: How many rows each replica has; None: nobody knows.
+    """
+
+    def __init__(self, weights: ReplicaWeights, rows: Sequence[float] | None) -> None:
+        self._weights, self._rows = weights, rows
+        self.found: list[LossWeights] = []
+
+
+@final
+class LossNotes(_Watcher):
+    """Notes, in each replica, what its losses were divided by. They are compared when the run has ended."""
+
+    def __init__(self, weights: ReplicaWeights, rows: Sequence[float] | None) -> None:
+        super().__init__(weights, rows)
+        self._notes: dict[int, list[Reading]] = {r: [] for r in weights.present}
+
+    def watching(self, replica: Replica, gradients: GradientsOfReplica) -> losses_run_by:
+        """A block in which the losses of a replica are noted. It waits for nobody."""
+        return losses_run_by(partial(self._note, self._notes[replica.index]))
+
+    def _note(self, notes: list[Reading], outputs: Sequence[Any], grads: Sequence[Any], run: _Run) -> Any:
+        if is_in_replica() and len(notes) < MAX_BACKWARDS:
+            with without_unpacking(), undisturbed():
+                notes.append(_reading(outputs)[0])
+        return run(outputs, grads)
+
+    def compare(self) -> None:
+        """Called when the run has ended, on the thread that called it."""
+        numbers = set(map(len, self._notes.values()))
+        if len(numbers) > 1:
+            return  # replicas ran unlike numbers of backwards: it is not known which belong together
+        for k in range(numbers.pop()):
+            readings = {r: notes[k] for r, notes in self._notes.items()}
+            self.found.append(weigh(readings, self._weights.parts, self._rows))
+
+
+@final
+class LossWeigher(_Watcher):
+    """Weighs each backward of the replicas by what its loss was divided by. All replicas meet where one begins."""
+
+    def watching(self, replica: Replica, gradients: GradientsOfReplica) -> losses_run_by:
+        """A block in which the backwards of a replica are weighted."""
+        return losses_run_by(partial(self._weighted, replica, gradients))
+
+    def compare(self) -> None:
+        """All was compared where backwards began."""
+
+    def _weighted(
+        self, replica: Replica, gradients: GradientsOfReplica, outputs: Sequence[Any], grads: Sequence[Any], run: _Run
+    ) -> Any:
+        if not is_in_replica():
+            return run(outputs, grads)
+        reading, terms = _reading(outputs)  # a checkpoint may run its forward again, as the user's code runs
+        factors = replica.synchronize(_POINT, self._combined, reading)
+        if factors is None:
+            return run(outputs, grads)
+        (loss,), (grad,) = outputs, grads
+        if not any(factors):
+            # Nothing of its loss counts. The loss may be 0 / 0, and zero times its gradient is NaN. But the replica has
+            # run a backward, and its hooks are called.
+            with gradients.dropping():
+                return run(outputs, grads)
+        if len(set(factors)) == 1:
+            with undisturbed(), unseen_by_function_modes():
+                grad = grad * factors[0]
+            return run(outputs, [grad])
+        return run(*_roots(loss, grad, terms, factors))
+
+    def _combined(self, readings: Sequence[Any]) -> list[list[float] | None]:
+        """The factors of the terms of each replica. It runs once for all, on the thread that called `run`."""
+        parts, present = self._weights.parts, self._weights.present
+        found = weigh(dict(zip(present, readings, strict=True)), parts, self._rows, can_split=False)
+        self.found.append(found)
+        return [found.factors(r, parts[r]) for r in present]
+
+
+def _reading(outputs: Sequence[Any]) -> tuple[Reading, list[Term]]:
+    """What can be read where a backward begins: nothing unless it begins at one number."""
+    loss = outputs[0] if len(outputs) == 1 else None
+    with unseen_by_function_modes():
+        value = loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+    if loss is None or value is None:
+        return UNREAD, []
+    terms = read_terms(loss)
+    try:
+        return Reading.of(terms, value), terms
+    except RuntimeError:  # a target whose memory is freed: backward will say so
+        return UNREAD, []
+
+
+def _roots(
+    loss: torch.Tensor, grad: torch.Tensor, terms: Sequence[Term], factors: Sequence[float]
+) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    """Where backward begins if terms have unlike weights, and the gradients there."""
+    # Backward does not come through the loss itself: what it would call there is called here.
+    for hook in list((loss._backward_hooks or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    edges, gradients = [], []
+    with undisturbed(), unseen_by_function_modes():
+        for term, factor in zip(terms, factors, strict=True):
+            if factor and term.factor:
+                edges.append(GradientEdge(term.entry.node, term.entry.index))
+                gradients.append(term.entry.gradient(loss, grad.reshape(()) * factor))
+    return edges, gradients
+
+
+_POINT = "backward, by gradient_reduction='loss'"  # the name of the synchronization point
+
+hide_from_compiler(LossNotes._note)
+hide_from_compiler(LossWeigher._weighted)

@@ -1,0 +1,22 @@
+"""A worker with one replica: the step uses the user's own objects, and only gradients are exchanged.
+
+Several workers that have a replica each need no copies. The step of each worker uses the model, the optimizer and all
+else that the program has, as under `OneDeviceStrategy`. When a backward ends, the workers weigh and add up its
+gradients, so that `.grad` is that of the whole batch, and the update is the same in all workers.
+
+    sharded_models        parameters of which each worker has a part, and who sends their gradients
+    row_peers             workers that need the same rows, because they compute one model together
+    wrapped_models        models in a `DistributedDataParallel`
+    trained_tensors       the parameters and buffers that all workers have alike
+    parameter_values      whether the workers still have the same values of these
+    gradient_plans        which gradients the workers send together, and in which order
+    gradient_parts        what happens to the gradient of one parameter on its way
+    pack_memory           the memory in which small gradients travel together
+    marks                 the numbers by which workers see, without a message, whether they are alike
+    assigned_gradients    gradients that a step puts into `.grad` itself
+    settings              the settings of optimizers, which have to be alike
+    user_hooks            the user's hooks on parameters
+    own_gradients         what happens when a backward begins and ends
+    own_random            the random numbers that the replica of a worker draws
+    own_objects           the objects of the scope, and one run with them
+"""

@@ -1,0 +1,528 @@
+"""What happens when a backward of the step begins and ends: the gradients become those of the whole batch.
+
+    begin    gradients that are there already are put aside, and so are the user's hooks on parameters
+    during   large gradients are taken out of `.grad` and sent, as soon as they are there
+    end      the others are sent in packs, the sums become `.grad`, hooks are called, and old gradients are added
+
+So a gradient that was reduced once is never sent again, and after a backward the program may do with `.grad` whatever
+it may do in plain PyTorch. See Note [How workers agree without a message].
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+
+from torchstrategy._base.context import undisturbed
+from torchstrategy._base.torch_internals import (
+    are_there_and_dense,
+    have_gradient_hooks,
+    hide_from_compiler,
+    on_gradient,
+    raw_grads,
+    set_raw_grads,
+)
+from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.reductions import sum_of_sparse
+from torchstrategy._group.workers import Workers
+from torchstrategy._run.own.assigned_gradients import AssignedGradients
+from torchstrategy._run.own.gradient_parts import (
+    add,
+    all_laid_out,
+    as_dense,
+    as_sent,
+    refuse_graphs,
+    weigh,
+    with_gradients,
+)
+from torchstrategy._run.own.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, KnownPlans
+from torchstrategy._run.own.marks import MarkFormat, Verdict
+from torchstrategy._run.own.pack_memory import PackMemories, PackMemory
+from torchstrategy._run.own.trained_tensors import BufferLayout, TrainedTensors
+from torchstrategy._run.own.user_hooks import UserHooks
+
+Arrived = Callable[[], None]  # waits until a sum is there
+
+
+# Note [How workers agree without a message]
+# All workers run the same step, so an exchange is mostly like the one that followed the same exchange before. Every
+# worker sends what this *predicted* plan says, whatever it has: zeros where it has no gradient. A `Mark` rides along.
+# It shows whether all workers are at the same backward of the same step, and whether each has what was predicted.
+# - If so, the sums are right, and nobody has waited for anything else.
+# - If all have the same, but something else, then each knows the right plan. The packs are sent once more, as it says.
+# - If they have different gradients, or are at different places, a message tells. It names what must not differ.
+#   Otherwise the right plan has a gradient for each parameter of which some worker has one.
+# A plan says which tensors are packed together, and the order in which gloo adds up the numbers of three workers
+# depends on it. So the sums of a wrong plan are dropped, also where they are right: a training that goes on from a
+# checkpoint predicts nothing at first, and has to come to the same bits. Large gradients are sent each by itself under
+# any plan, so their sums stay.
+# Where a model is sharded and others send all its gradients, the mark is all that there is to send. It goes when
+# backward begins, so that nobody waits for it at the end.
+#
+# Note [Lone replicas on accelerators]
+# - The host waits for no number of the accelerator. The mark is in the memory of the CPU, and travels by itself. The
+#   host waits for it when a backward ends, since a wrong prediction has to be repaired before the step can read
+#   `.grad`. Meanwhile the accelerator goes on with its queue.
+# - A group that has a backend for the accelerator gets its tensors as they are; else they are copied to the CPU. NCCL
+#   lets its stream wait for the one on which a tensor was made or weighed, and `Work.wait` lets the current stream wait
+#   for the sum. Until then `_under_way` holds the memory that is sent, so that nobody else can get it.
+# - What the host would have to read is told in another way: running statistics count as written, a setting is read
+#   when it was written, and values of parameters are compared where their versions moved apart, without checksums.
+# - Sparse gradients are an exception: how many rows they have is known only when the accelerator has put those together
+#   that have the same index. Optimizers for sparse gradients ask so, too. Others are states of a metric that a step
+#   updates, which travel as messages.
+class Mentions(Protocol):
+    """What the workers compare at each exchange, beside gradients."""
+
+    def compare(self) -> None:
+        """Notes what has to be alike in all workers."""
+
+    def number(self) -> int:
+        """32 bits of what need not be alike, but makes a message necessary if it is not."""
+
+    def settle(self, name: str) -> None:
+        """Called in all workers when their numbers differ."""
+
+
+class _Predicted(NamedTuple):
+    """What a worker has sent as a predicted plan says."""
+
+    kinds: bytes  # what it has as the gradient of each parameter
+    buffers: BufferLayout | None  # the buffers that it has, if it has written any
+    mark: list[float]  # the numbers that ride along
+    memories: list[PackMemory]  # in which the sums will be
+
+
+@final
+class OwnGradients:
+    """The gradients of one worker's only replica.
+
+    The thread that called `run` uses it, and during backward the threads on which autograd calls hooks.
+
+    Args:
+        workers: The processes that train together.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._marks = MarkFormat(workers.count)
+        self.tensors = TrainedTensors([], [], averages_buffers=True)
+        self._plans = KnownPlans(self.tensors, workers.can_overlap)
+        self._memories = PackMemories(self._marks.length)
+        self._assigned = AssignedGradients(workers)
+        # Autograd has a thread for each kind of device, and a model may have parameters on the CPU, too.
+        self._sending = threading.Lock()
+
+    def train(self, tensors: TrainedTensors) -> None:
+        """Takes other parameters and buffers. Nothing is predicted of them."""
+        self.tensors = tensors
+        self._plans = KnownPlans(tensors, self._workers.can_overlap)
+        self._memories = PackMemories(self._marks.length)
+        self._assigned.train(tensors)
+
+    def begin_run(self, weights: ReplicaWeights, step: str, mentions: Mentions) -> None:
+        """A run begins.
+
+        Args:
+            weights: How much this replica counts.
+            step: What to call the step.
+            mentions: What else is compared.
+        """
+        self.weight = 0.0 if weights.is_understudy else weights.weights[0]
+        # Running statistics are averaged by rows, also where gradients are added up.
+        self._weight_of_buffers = 0.0 if weights.is_understudy else weights.fractions[0]
+        self._total_weight = weights.total_weight
+        self._counts = not weights.is_understudy
+        self._leads = weights.lead_worker == self._workers.index
+        self._step, self._num_backwards = step, 0
+        self.has_exchanged = False  # whether the workers have told one another whether they leave, in this run
+        self._mentions = mentions
+        self._assigned.begin_run()
+
+    def end_run(self) -> None:
+        """The run is over: nothing of it is kept."""
+        del self._mentions
+
+    # A backward
+
+    def run_backward(self, backward: Callable[[], Any], makes_graph: bool) -> Any:
+        """Runs a backward of the step, after which the gradients are those of the whole batch."""
+        self._begin(makes_graph)
+        try:
+            result = backward()
+        except BaseException as error:
+            if self._under_way:  # by now, the other workers may have sent more, and could not be told
+                self._workers.failed(error)
+            self._undo()
+            raise
+        finally:
+            for handle in self._handles:
+                handle.remove()
+        with undisturbed():
+            self._end(makes_graph)
+        if makes_graph:
+            refuse_graphs(self.tensors.parameters)
+            self._assigned.note_all()
+        return result
+
+    def _begin(self, makes_graph: bool) -> None:
+        self._num_backwards += 1
+        self._name = f"the gradients of backward {self._num_backwards} of {self._step}"
+        parameters = self.tensors.parameters
+        self._old = with_gradients(parameters)
+        if self._old:
+            self.settle_assigned(self._name)
+            self._old = with_gradients(parameters)
+        for parameter, _ in self._old:
+            parameter.grad = None
+        self._hooks: list[UserHooks] = []
+        if have_gradient_hooks(parameters):
+            # Backward comes to the parameters of the last layer first, and so do their hooks.
+            self._hooks = [UserHooks(p) for p in reversed(parameters) if have_gradient_hooks((p,))]
+        self._expected = self._plans.predicted
+        # Of large gradients, by the positions of their parameters: the sums, those that wait for their turn to be sent,
+        # and how often backward has added to them.
+        self._sums: dict[int, torch.Tensor] = {}
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._times: dict[int, int] = {}
+        self._under_way: list[Arrived] = []
+        self._handles: list[Any] = []
+        # A gradient with a graph is not sent before backward has ended, since it must not be written.
+        if not makes_graph and (self._expected is None or self._expected.early):
+            self._handles = self._watch_large()
+        self._verdict: Verdict | None = None
+        self._predicted: _Predicted | None = None
+        if not parameters and self._expected is not None:
+            # Others send all gradients, as `fully_shard` does. The mark is all that is left, and it travels meanwhile.
+            # Buffers that this backward writes go with the next one, or at the end of the run.
+            with undisturbed():
+                self._predicted = self._send_predicted(self._expected, [])
+
+    def _watch_large(self) -> list[Any]:
+        """Hooks by which large gradients are sent early; before the first exchange, they count parts of gradients."""
+        parameters = self.tensors.parameters
+        if self._expected is None:
+            watched = [i for i, p in enumerate(parameters) if p.requires_grad and p.nbytes >= LARGE]
+        else:
+            watched = [i for i in self._expected.early if parameters[i].requires_grad]
+        return [on_gradient(parameters[i], self._hook_of(i)) for i in watched]
+
+    def _hook_of(self, i: int) -> Callable[[torch.Tensor], None]:
+        def is_there(parameter: torch.Tensor) -> None:
+            self._times[i] = self._times.get(i, 0) + 1
+            if self._expected is None or i in self._sums or i in self._waiting or parameter.grad is None:
+                return
+            # It is taken out of `.grad`, so that backward does not add to what is being sent.
+            self._waiting[i], parameter.grad = as_dense(parameter.grad.detach()), None
+            with self._sending:
+                self._send_waiting(self._expected)
+
+        hide_from_compiler(is_there)
+        return is_there
+
+    def _send_waiting(self, plan: GradientPlan) -> None:
+        """Sends the large gradients that are there, in the order of the plan, which all workers keep."""
+        while len(self._sums) < len(plan.early) and (i := plan.early[len(self._sums)]) in self._waiting:
+            self._send_large(i, self._waiting.pop(i))
+
+    def _send_large(self, i: int, gradient: torch.Tensor) -> None:
+        with undisturbed():
+            self._sums[i] = gradient = gradient.contiguous()
+            weigh(gradient, self.weight)
+            self._under_way.append(self._workers.begin_all_reduce(gradient.view(-1), self._name))
+
+    # The end of a backward
+
+    def _end(self, makes_graph: bool) -> None:
+        own = raw_grads(self.tensors.parameters)
+        if makes_graph:
+            own = [None if gradient is None else gradient.detach().clone() for gradient in own]
+        sums = self._sums_of_all(own)
+        # The sums of small gradients stand where the gradients of this worker stood, which autograd has laid out.
+        if makes_graph or sums is not own:
+            sums = all_laid_out(sums, self.tensors.parameters)
+            set_raw_grads(self.tensors.parameters, sums)
+        self._hand_out(sums)
+
+    def _sums_of_all(self, own: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The sums of the gradients of all workers. See Note [How workers agree without a message]."""
+        plan = self._expected
+        if plan is None:
+            self._compare()
+            right = self._agree(self._kinds(own), self.tensors.layout_of_written(), self._name)
+            memories = self._exchanged(right, own)
+        else:
+            kinds, buffers, mark, memories = self._predicted or self._send_predicted(plan, own)
+            self._await_sums()
+            self._verdict = self._marks.read(memories[0].sums_of_numbers(), mark)
+            right = self._right_plan(kinds, buffers, self._name)
+            if (right.kinds, right.buffers) != (plan.kinds, plan.buffers):
+                rest = [i for i in plan.early if right.kinds[i] == SEVERAL]
+                memories = self._exchanged(right, own, rest)
+        sparse = {i: self._sparse_sum(i, own[i]) for i in right.sparse} if right.sparse else {}
+        if self._verdict is not None and not self._verdict.all_mention_same:
+            self._mentions.settle(self._name)
+        if right.buffers is not None:
+            self._write_buffers(memories)
+        self._plans.note(right)
+        return self._put_together(right, own, memories, sparse)
+
+    def _compare(self) -> None:
+        """Notes what this exchange compares."""
+        self._verdict = None
+        self._num_compared = self._workers.num_compared
+        self._mentions.compare()
+
+    def _send_predicted(self, plan: GradientPlan, own: list[torch.Tensor | None]) -> _Predicted:
+        """Sends what the predicted plan says, and a mark that tells what this worker has."""
+        kinds, buffers = self._kinds(own), self.tensors.layout_of_written()
+        self._compare()
+        if not self._counts:  # what the other workers have is what counts
+            kinds, buffers = plan.kinds, None if plan.buffers is None else self.tensors.layout()
+        mark = self._mark(kinds, buffers, self._name)
+        return _Predicted(kinds, buffers, mark, self._send(plan, own, mark))
+
+    def _put_together(
+        self,
+        plan: GradientPlan,
+        own: list[torch.Tensor | None],
+        memories: Sequence[PackMemory],
+        sparse: dict[int, torch.Tensor],
+    ) -> list[torch.Tensor | None]:
+        """The sum of each parameter's gradients, by where it has come."""
+        sums: list[torch.Tensor | None] = [None] * len(own)
+        for memory in memories:
+            of_pack: list[Any] = memory.sums_of_gradients(self._of_pack(own, memory), self._are_dense)
+            if len(of_pack) == len(own):  # as for a small model
+                return of_pack
+            for i, total in zip(memory.pack.gradients, of_pack, strict=True):
+                sums[i] = total
+        for i in plan.large:
+            sums[i] = self._sums[i]
+        for i, total in sparse.items():
+            sums[i] = total
+        return sums
+
+    def _write_buffers(self, memories: Sequence[PackMemory]) -> None:
+        values = {i: part for memory in memories for i, part in memory.buffers.items()}
+        if values:
+            self.tensors.write_buffers(values)
+
+    def _right_plan(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
+        """The plan for what all workers have, after the one that was predicted."""
+        verdict, plan = self._verdict, self._expected
+        assert verdict is not None
+        assert plan is not None
+        self._note_leaving(verdict.some_leave)
+        if not verdict.all_are_there:
+            return self._agree(kinds, buffers, name)
+        self._workers.take_compared()
+        is_as_predicted = kinds == plan.kinds and buffers == plan.buffers
+        return plan if is_as_predicted else self._plans.of(kinds, buffers)
+
+    def _kinds(self, own: list[Any]) -> bytes:
+        """What this worker has as the gradient of each parameter."""
+        # Mostly, all parameters have a dense gradient.
+        self._are_dense = are_there_and_dense(own)
+        if self._are_dense:
+            kinds = bytearray([DENSE]) * len(own)
+            if not self._times and self._expected is not None and kinds == self._expected.kinds:
+                return self._expected.kinds  # as mostly, for a small model
+        else:
+            kinds = bytearray(NONE if g is None else SPARSE if g.is_sparse else DENSE for g in own)
+        for i in (*self._sums, *self._waiting):
+            kinds[i] = SEVERAL if kinds[i] else DENSE
+        for i, times in self._times.items():
+            if times > 1 and kinds[i] == DENSE:
+                kinds[i] = SEVERAL
+        if self._expected is not None and kinds != self._expected.kinds:
+            # Where others have a dense gradient, a sparse one is made dense. What once came in parts is not sent early.
+            for i, kind in enumerate(self._expected.kinds):
+                if kinds[i] and kind >= DENSE:
+                    kinds[i] = max(kinds[i], kind)
+        return bytes(kinds)
+
+    def _mark(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> list[float]:
+        told = kinds if buffers is None else kinds + repr(buffers).encode()
+        place = zlib.crc32(told, self._workers.place(name))
+        return self._marks.numbers(place, self._mentions.number(), self._workers.is_asked_to_leave)
+
+    def _agree(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
+        """Asks all workers what they have.
+
+        Raises:
+            WorkerError: If they are at different places, or differ where they must not.
+        """
+        self._workers.compare("the buffers of the modules:", self.tensors.shown_buffers())
+        place = self._workers.place(name)
+        compared_before = self._workers.take_compared()[: self._num_compared]
+        leaves, number = self._workers.is_asked_to_leave, self._mentions.number()
+        of_all = self._workers.all_gather_object(
+            (self._counts, list(kinds), buffers is not None, leaves, number, place), name
+        )
+        *_, leave, mentioned, places = zip(*of_all, strict=True)
+        if len(set(places)) > 1:
+            # An optimizer that the program has dropped is compared for as long as it is alive. In some workers,
+            # Python's collector of cycles may have come to it, and in others not.
+            gc.collect()
+            for what, value in compared_before:
+                self._workers.compare(what, value)
+            self._mentions.compare()
+            self._workers.compare("the buffers of the modules:", self.tensors.shown_buffers())
+            self._workers.all_gather_object(None, name)
+        self._verdict = Verdict(True, len(set(mentioned)) == 1, any(leave))
+        self._note_leaving(any(leave))
+        counting = [told for told in of_all if told[0]] or of_all
+        some = bytes(max(column) for column in zip(*(kinds for _, kinds, *_ in counting), strict=True))
+        has_written = any(written for _, _, written, *_ in counting)
+        return self._plans.of(some, self.tensors.layout() if has_written else None)
+
+    def _note_leaving(self, some_leave: bool) -> None:
+        self._workers.all_leave |= some_leave
+        self.has_exchanged = True
+
+    # What is sent
+
+    def _exchanged(
+        self, plan: GradientPlan, own: list[torch.Tensor | None], rest: Sequence[int] = ()
+    ) -> list[PackMemory]:
+        """Sends what was not sent yet, and waits for the sums. Those of large gradients are in `_sums` then.
+
+        Args:
+            plan: What to send.
+            own: The gradients of this worker that it has not sent during backward.
+            rest: The positions of large gradients to which backward has added after the first part was sent.
+
+        Returns:
+            The sums of the others, and of the buffers.
+        """
+        first_parts = {i: self._sums.pop(i) for i in rest}
+        # Zeros for the mark: the sums have the same bits only where what is sent has the same length.
+        memories = self._send(plan, own, [0.0] * self._marks.length)
+        self._await_sums()
+        for i, part in first_parts.items():
+            self._sums[i] = self._sums[i] + part
+        return memories
+
+    def _send(self, plan: GradientPlan, own: list[torch.Tensor | None], mark: list[float]) -> list[PackMemory]:
+        """Begins to send what was not sent yet, and a mark with it. Returns the memory in which the sums will be."""
+        for i in plan.large:
+            if i not in self._sums:
+                self._send_large(i, self._large_of(i, own))
+        buffers = {} if plan.buffers is None else self._buffers_for(plan.buffers, plan)
+        memories = self._memories.of(plan, self.tensors.parameters, buffers)
+        memories[0].put_numbers(mark)
+        for memory in memories:
+            self._send_pack(memory, own, buffers)
+        return memories
+
+    def _await_sums(self) -> None:
+        """Waits until the sums are there."""
+        for arrived in self._under_way:
+            arrived()
+        self._under_way = []
+
+    def _buffers_for(self, layout: BufferLayout, plan: GradientPlan) -> dict[int, torch.Tensor]:
+        """The buffers that a plan sends. Zeros, if this worker has others by now: then it is not the right plan."""
+        if self.tensors.layout() == layout:
+            return {i: buffer for i, buffer in enumerate(self.tensors.buffers) if buffer is not None}
+        devices = {i: pack.device for pack in plan.packs for i in pack.buffers}
+        rows = zip(layout.positions, layout.shapes, layout.dtypes, strict=True)
+        return {i: torch.zeros(shape, dtype=dtype, device=devices[i]) for i, shape, dtype in rows}
+
+    def _large_of(self, i: int, own: list[torch.Tensor | None]) -> torch.Tensor:
+        held, gradient = self._waiting.pop(i, None), own[i]
+        if held is not None:
+            return held
+        return as_sent(gradient, self.tensors.parameters[i])
+
+    def _send_pack(self, memory: PackMemory, own: list[torch.Tensor | None], buffers: dict[int, torch.Tensor]) -> None:
+        """Begins to send a pack."""
+        gradients = self._of_pack(own, memory)
+        if not self._are_dense:
+            positions = memory.pack.gradients
+            gradients = [as_sent(g, self.tensors.parameters[i]) for i, g in zip(positions, gradients, strict=True)]
+        memory.put_gradients(gradients, self.weight)
+        if memory.buffers:
+            memory.put_buffers(buffers, self._weight_of_buffers, self._leads)
+        if memory.num_sent:
+            self._under_way.append(self._workers.begin_all_reduce(memory.sent, self._name))
+
+    def _of_pack(self, own: list[Any], memory: PackMemory) -> list[Any]:
+        """The gradients of a pack."""
+        positions = memory.pack.gradients
+        return own if len(positions) == len(own) else [own[i] for i in positions]
+
+    def _sparse_sum(self, i: int, own: torch.Tensor | None) -> torch.Tensor:
+        weighed = own.coalesce() * self.weight if own is not None and self.weight else None
+        return sum_of_sparse(self._workers, weighed, self.tensors.parameters[i], "a sparse gradient")
+
+    # What becomes of the sums
+
+    def _hand_out(self, totals: list[torch.Tensor | None]) -> None:
+        """Adds earlier gradients to the sums, which are in `.grad`, and calls hooks."""
+        for hooks in self._hooks:  # from here on, a hook may remove itself and others
+            hooks.give_back()
+        try:
+            for hooks in self._hooks:
+                hooks.call_on_gradient()
+        except BaseException:
+            self._restore_gradients()
+            raise
+        for parameter, old in self._old:
+            parameter.grad = add(old, parameter.grad)
+        if self._old or self._hooks:
+            self._assigned.note_all()
+        else:
+            self._assigned.note(totals)
+        self._old, self._sums = [], {}
+        for hooks in self._hooks:
+            hooks.call_on_accumulated()
+
+    def send_buffers(self) -> None:
+        """Makes buffers those of all workers that the step has written since its last backward."""
+        buffers = self.tensors.layout_of_written()
+        if buffers is None:
+            return
+        with undisturbed():
+            own: list[torch.Tensor | None] = [None] * len(self.tensors.parameters)
+            self._sums, self._waiting, self._under_way, self._are_dense = {}, {}, [], False
+            self._name = "the buffers that the step has written"
+            self._num_compared = self._workers.num_compared
+            plan = self._agree(bytes(len(own)), buffers, self._name)
+            self._write_buffers(self._exchanged(plan, own))
+
+    def settle_assigned(self, point: str, indices: Sequence[int] | None = None) -> None:
+        """Makes gradients that the step has assigned those of the whole batch.
+
+        Args:
+            point: Where the step is, as the user would write it.
+            indices: The positions of parameters. None: of all.
+        """
+        # A backward, also one that begins, compares the workers.
+        found = self._assigned.find(indices) if self._num_backwards else self._assigned.find_written(indices)
+        if found:
+            with undisturbed():
+                self._assigned.add_up(found, self.weight, self._total_weight, point)
+
+    def has_others(self, indices: Sequence[int]) -> bool:
+        """Whether parameters at these positions have gradients that no backward of a run has made."""
+        return bool(self._assigned.find(indices))
+
+    def _undo(self) -> None:
+        """A backward has raised: gradients and hooks are as before it."""
+        for hooks in self._hooks:
+            hooks.give_back()
+        self._restore_gradients()
+
+    def _restore_gradients(self) -> None:
+        for parameter in self.tensors.parameters:
+            parameter.grad = None
+        for parameter, gradient in self._old:
+            parameter.grad = gradient
+        self._assigned.note_all()

@@ -1,0 +1,136 @@
+"""The memory in which the tensors of a pack travel together, and which is used again in the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchstrategy._base.torch_internals import foreach_copy_
+from torchstrategy._group.native_dtypes import can_be_added
+from torchstrategy._run.own.gradient_parts import weigh
+from torchstrategy._run.own.gradient_plans import GradientPlan, Pack
+
+
+@final
+class PackMemory:
+    """The memory of one pack: small gradients, then buffers, then numbers of which all workers get the sums.
+
+    The gradients of a step are copied into it, and the sums out of it into the same gradients. That takes half of the
+    time in which new memory and a view for each sum could be made, and nobody has a view that the next step writes.
+
+    Args:
+        pack: Which gradients and buffers it holds.
+        parameters: All parameters.
+        buffers: The buffers that are sent, by their positions.
+        num_numbers: How many numbers ride along.
+
+    Attributes:
+        pack: As given.
+        sent: All of it, in a dtype that can be added up.
+        num_sent: How many numbers that is.
+        gradients: The part of each gradient, in the order of the pack.
+        buffers: The part of each buffer, by its position.
+    """
+
+    def __init__(
+        self, pack: Pack, parameters: Sequence[torch.Tensor], buffers: dict[int, torch.Tensor], num_numbers: int
+    ) -> None:
+        self.pack = pack
+        like = [parameters[i] for i in pack.gradients] + [buffers[i] for i in pack.buffers]
+        num_of_tensors = sum(tensor.numel() for tensor in like)
+        flat = torch.zeros(num_of_tensors + num_numbers, dtype=pack.dtype, device=pack.device)
+        pieces = flat[:num_of_tensors].split([tensor.numel() for tensor in like])
+        parts = [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+        self.gradients = parts[: len(pack.gradients)]
+        self.buffers = dict(zip(pack.buffers, parts[len(pack.gradients) :], strict=True))
+        num_gradients, num_averaged, num_taken = pack.sizes
+        self._weighed, self._averaged, self._taken, numbers = flat.split(
+            [num_gradients, num_averaged, num_taken, num_numbers]
+        )
+        # The first pack, which has them, is in the memory of the CPU.
+        self._numbers: NDArray[Any] = numbers.numpy() if num_numbers else np.empty(0)
+        # Buffers that are taken from one worker may have any dtype: the bytes of the others are zeros.
+        self.sent = flat if can_be_added(flat.dtype) else flat.view(torch.uint8)
+        self.num_sent = self.sent.numel()
+
+    def put_gradients(self, own: list[torch.Tensor], weight: float) -> None:
+        """Copies the gradients of this worker into it, and weighs them."""
+        if self.gradients:
+            foreach_copy_(self.gradients, own)
+            weigh(self._weighed, weight)
+
+    def put_buffers(self, own: dict[int, torch.Tensor], weight: float, leads: bool) -> None:
+        """Copies the buffers of this worker into it, and weighs those of which all workers get the mean.
+
+        Args:
+            own: The buffers by their positions.
+            weight: How much this worker counts.
+            leads: Whether the other buffers become those of this worker.
+        """
+        for i, part in self.buffers.items():
+            part.copy_(own[i])
+        if len(self._averaged):
+            weigh(self._averaged, weight)
+        if len(self._taken) and not leads:
+            self._taken.zero_()
+
+    def put_numbers(self, numbers: Sequence[float]) -> None:
+        """Writes the numbers that ride along."""
+        self._numbers[:] = numbers
+
+    def sums_of_numbers(self) -> list[float]:
+        """The sums of these numbers over all workers, once they are there."""
+        sums: list[float] = self._numbers.tolist()
+        return sums
+
+    def sums_of_gradients(self, own: list[Any], are_dense: bool) -> list[torch.Tensor]:
+        """The sums over all workers, once they are there: in the memory of this worker's gradients, if it has any.
+
+        Args:
+            own: The gradients of this worker.
+            are_dense: Whether it has all of them, and none is sparse.
+        """
+        sums: list[torch.Tensor] = own
+        if not are_dense:
+            sums = [
+                torch.empty_like(part) if gradient is None or gradient.layout is not torch.strided else gradient
+                for gradient, part in zip(own, self.gradients, strict=True)
+            ]
+        if sums:
+            foreach_copy_(sums, self.gradients)
+        return sums
+
+
+@final
+class PackMemories:
+    """The memories of the plans that are used by turns: only those of a few plans are kept.
+
+    Args:
+        num_numbers: How many numbers ride along, in the first pack of each plan.
+    """
+
+    def __init__(self, num_numbers: int) -> None:
+        self._num_numbers = num_numbers
+        self._known: dict[GradientPlan, list[PackMemory]] = {}
+
+    def of(
+        self, plan: GradientPlan, parameters: Sequence[torch.Tensor], buffers: dict[int, torch.Tensor]
+    ) -> list[PackMemory]:
+        """The memories of the packs of a plan."""
+        known = self._known.get(plan)
+        if known is not None:
+            return known
+        if len(self._known) >= _MOST:
+            self._known.pop(next(iter(self._known)))
+        first, *others = plan.packs
+        made = [PackMemory(first, parameters, buffers, self._num_numbers)]
+        made += [PackMemory(pack, parameters, buffers, 0) for pack in others]
+        self._known[plan] = made
+        return made
+
+
+_MOST = 4  # plans: those of so many exchanges that follow one another in turns

@@ -1,0 +1,190 @@
+"""Which runs look at their losses, and what they warn of.
+
+By default gradients are weighted by rows. The first few runs of each step look whether its loss was divided by
+something else, and warn. With `gradient_reduction="loss"` every run weighs by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any, Protocol, final
+
+from torchstrategy._base.distributed_values import PerReplica
+from torchstrategy._base.errors import LossWeightWarning, warn
+from torchstrategy._base.options import LOSS, NO_OPTIONS, GradientReduction, ReduceOp, RunOptions, as_gradient_reduction
+from torchstrategy._base.types import ReplicaFn, Tree
+from torchstrategy._group.group import Replica
+from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._run.losses.loss_terms import UNREADABLE
+from torchstrategy._run.losses.loss_watchers import GradientsOfReplica, LossNotes, LossWeigher
+from torchstrategy._run.losses.loss_weights import COUNTED, HOW_COUNTED, HOW_SELECTED, LIKE_ROWS, Column, LossWeights
+
+
+class GradientsOfReplicas(Protocol):
+    """The gradients of all replicas, as far as losses have to do with them."""
+
+    @property
+    def of_replicas(self) -> Sequence[GradientsOfReplica]:
+        """Those of each replica."""
+
+
+LOOKS = 4  # how many runs of a step look at its losses: a training of many steps pays nothing
+MAX_STEPS = 64  # of how many steps this is known
+MATTERS = 1e-3  # how much a weight has to differ
+
+Watcher = LossNotes | LossWeigher
+
+
+@final
+class RunLosses:
+    """What a strategy does about the losses of its steps.
+
+    Args:
+        gradient_reduction: What its constructor was given.
+        has_others: Whether there are several workers.
+        is_counted: Whether a function of the user's says how much each replica counts.
+    """
+
+    def __init__(
+        self, gradient_reduction: ReduceOp | str | None, has_others: bool = False, is_counted: bool = False
+    ) -> None:
+        said = gradient_reduction
+        self.said: GradientReduction | None = None if said is None else as_gradient_reduction(said)
+        self._has_others, self._is_counted = has_others, is_counted
+        self._looks: dict[object, int] = {}  # by the code of a step, how many of its runs have looked
+        self._warned: set[object] = set()
+        self.settled: set[object] = set()  # the code of the steps at which nobody looks any more, by default
+        if has_others and self.said == LOSS:
+            raise NotImplementedError(_OF_WORKERS.format(what="MultiWorkerMirroredStrategy"))
+
+    @property
+    def reduction(self) -> ReduceOp:
+        """How gradients become one, once each is weighted."""
+        return self.said if isinstance(self.said, ReduceOp) else ReduceOp.MEAN
+
+    def refuse(self, options: RunOptions) -> None:
+        """Refuses what several workers cannot do."""
+        if options.gradient_reduction == LOSS:
+            raise NotImplementedError(_OF_WORKERS.format(what="RunOptions"))
+
+    def begin_run(
+        self, fn: ReplicaFn, options: RunOptions, weights: ReplicaWeights, leaves: Sequence[Tree]
+    ) -> LossesOfRun | None:
+        """What looks at the losses of one run, whose arguments have these leaves; None: nobody."""
+        watcher = self._watcher(fn, options, weights, leaves)
+        return None if watcher is None else LossesOfRun(self, watcher, fn, _rows(leaves) or weights.parts)
+
+    def _watcher(
+        self, fn: ReplicaFn, options: RunOptions, weights: ReplicaWeights, leaves: Sequence[Tree]
+    ) -> Watcher | None:
+        if len(weights.present) < 2 or self._has_others or weights.reduction is not ReduceOp.MEAN:
+            return None
+        said = options.gradient_reduction or self.said
+        if said == LOSS:
+            return LossWeigher(weights, _rows(leaves))
+        key, looks = _code(fn), self._looks
+        if said is not None or self._is_counted or options.examples is not None:
+            if options == NO_OPTIONS and len(self.settled) < MAX_STEPS:
+                self.settled.add(key)
+            return None
+        if looks.get(key, 0) >= LOOKS or (key not in looks and len(looks) >= MAX_STEPS):
+            self.settled.add(key)
+            return None
+        looks[key] = looks.get(key, 0) + 1
+        return LossNotes(weights, _rows(leaves))
+
+    def warn(self, fn: ReplicaFn, watcher: Watcher, rows: Sequence[float]) -> None:
+        """After a run: warns, once for each step, if a gradient is not that of the whole batch."""
+        key = _code(fn)
+        if key in self._warned:
+            return
+        if isinstance(watcher, LossNotes):
+            with suppress(RuntimeError, TypeError, ValueError):  # to look must not stop a training
+                watcher.compare()
+        tells = _tell_by_rows if isinstance(watcher, LossNotes) else _tell_kept
+        told = (tells(found, column, rows) for found in watcher.found for column in found.columns)
+        message = next(filter(None, told), None)
+        if message is not None:
+            self._warned.add(key)
+            self._looks[key] = LOOKS
+            warn(message.format(step=_name(fn)), LossWeightWarning)
+
+
+@final
+class LossesOfRun:
+    """What looks at the losses of one run.
+
+    Args:
+        of_all: What the strategy knows of its steps.
+        watcher: Looks at the losses.
+        fn: The step.
+        rows: How many rows each replica has, or how much it counts.
+    """
+
+    def __init__(self, of_all: RunLosses, watcher: Watcher, fn: ReplicaFn, rows: Sequence[float]) -> None:
+        self._of_all, self._watcher, self._fn, self._rows = of_all, watcher, fn, rows
+
+    def watching(self, replica: Replica, gradients: GradientsOfReplicas) -> AbstractContextManager[None]:
+        """A block in which the losses of a replica are looked at."""
+        return self._watcher.watching(replica, gradients.of_replicas[replica.index])
+
+    def warn(self) -> None:
+        """Called when the run has ended."""
+        self._of_all.warn(self._fn, self._watcher, self._rows)
+
+
+_OF_WORKERS = (
+    "{what}(gradient_reduction='loss'): what a loss was divided by is known to one process only, and this strategy has "
+    "several workers. Say how much each replica counts: RunOptions(examples=lambda batch: ...); or divide by "
+    "torchstrategy.nn.compute_average_loss."
+)
+
+
+def _tell_by_rows(found: LossWeights, column: Column, rows: Sequence[float]) -> str | None:
+    if column.reason != COUNTED or column.differs <= MATTERS or len(found.replicas) < 2:
+        return None
+    quotients = [count / rows[r] if rows[r] else 0.0 for r, count in zip(found.replicas, column.counts, strict=True)]
+    two = sorted({quotients.index(max(quotients)), quotients.index(min(quotients))})
+    ids = [found.replicas[position] for position in two]
+    counts = " and by ".join(f"{column.counts[p]:g} in replica {r}" for p, r in zip(two, ids, strict=True))
+    of_rows = " and ".join(f"{rows[r]:g}" for r in ids)
+    how = HOW_COUNTED.get(column.source, HOW_SELECTED)
+    return (
+        f"The loss of `{{step}}` was divided by {counts} ({how}), but their gradients are weighted by rows, {of_rows}. "
+        'The gradient of the whole batch needs RunOptions(gradient_reduction="loss"). If each row is meant to count '
+        'the same, say gradient_reduction="mean", which hides this.'
+    )
+
+
+def _tell_kept(found: LossWeights, column: Column, rows: Sequence[float]) -> str | None:
+    if column.reason == UNREADABLE:
+        why = f"cannot be read (`{column.name}`)"
+    elif column.reason in (COUNTED, LIKE_ROWS) or column.differs <= MATTERS:
+        return None
+    else:
+        why = column.reason
+    return (
+        f"The loss of `{{step}}` {why}, so its gradients are weighted by rows. Say how much each replica counts: "
+        "RunOptions(examples=lambda batch: ...), or use torchstrategy.nn.compute_average_loss."
+    )
+
+
+def _rows(leaves: Sequence[Tree]) -> tuple[float, ...] | None:
+    """How many rows each replica has, if the arguments tell it, and agree."""
+    records = {leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None}
+    return records.pop() if len(records) == 1 else None
+
+
+def _code(fn: Any) -> object:
+    """What two calls of one step have in common: a step may be made anew for each run."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return getattr(fn, "__code__", None) or type(fn)
+
+
+def _name(fn: Any) -> str:
+    while isinstance(fn, partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)

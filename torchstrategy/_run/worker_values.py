@@ -1,0 +1,172 @@
+"""The values that all workers have alike: those with which they begin, and those of buffers after a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchstrategy._base.errors import plural
+from torchstrategy._base.torch_internals import is_distributed_tensor
+from torchstrategy._base.types import GeneratorLike
+from torchstrategy._group.native_dtypes import bits
+from torchstrategy._group.workers import IN_RUN, Workers, digest
+from torchstrategy._variables.kinds import SyncOnReadVariable
+from torchstrategy._variables.variable import Variable
+
+_FIRST_RUN = "the beginning of the first run"
+
+
+def take_from_first_worker(
+    workers: Workers,
+    roots: Sequence[nn.Module],
+    variables: Sequence[Variable],
+    generators: Sequence[GeneratorLike] = (),
+) -> None:
+    """Writes the values of worker 0 on the modules and variables of all workers, so that they begin alike.
+
+    Args:
+        workers: The processes that train together.
+        roots: The modules, each with all that it holds.
+        variables: The variables.
+        generators: The random generators that get the states of those of worker 0.
+
+    Raises:
+        RuntimeError: If a worker has other modules or variables than worker 0, naming the first that differs.
+    """
+    named = [
+        (f"{type(root).__name__}.{name}", tensor)
+        for root in roots
+        for name, tensor in root.state_dict(keep_vars=True).items()
+    ]
+    # After the first run, a replica's own value of a variable is its own in each worker, too.
+    named += [(v.name, t) for v in variables for t in (v._take_as_made() if isinstance(v, SyncOnReadVariable) else [v])]
+    known = [(name, t) for name, t in named if isinstance(t, torch.Tensor) and not isinstance(t, SyncOnReadVariable)]
+    tensors = {id(t): (name, t) for name, t in known}.values()
+    states = [generator.get_state() for generator in generators]
+    _refuse_other_models(workers, [*(("a random generator", state) for state in states), *tensors])
+    # Each worker has a part of its own of a tensor that is sharded.
+    whole = [(name, t) for name, t in tensors if not is_distributed_tensor(t)]
+    with torch.no_grad():
+        sent = [*(t for _, t in whole if t.layout is torch.strided), *states]
+        workers.broadcast(sent, 0, _FIRST_RUN, are_alike=True)
+    if workers.index:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+    sparse = [(name, t) for name, t in whole if t.layout is not torch.strided]
+    if sparse:  # such as the adjacency matrix of a graph: it is data, which all workers have read
+        refuse_other_values(workers, names=[name for name, _ in sparse], tensors=[t for _, t in sparse])
+
+
+def _refuse_other_models(workers: Workers, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    described = [(name, tuple(t.shape), t.dtype, _parts(t)) for name, t in tensors]
+    if len(set(workers.all_gather_object(digest(repr(described).encode()), _FIRST_RUN))) == 1:
+        return
+    of_all = workers.all_gather_object(described, _FIRST_RUN)
+    for w, theirs in enumerate(of_all):
+        for one, other in zip_longest(of_all[0], theirs):
+            if one != other:
+                raise RuntimeError(
+                    f"Workers 0 and {w} have different models: worker 0 has {_shown(one)} where worker {w} has "
+                    f"{_shown(other)}. Make the same modules and variables, in the same order, on all workers."
+                )
+
+
+def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses a run if the workers have computed it with different values.
+
+    Raises:
+        RuntimeError: Naming the first tensor that differs.
+    """
+    marks = [digest(b"".join(bits(part).cpu().numpy().tobytes() for part in _dense_parts(t))) for t in tensors]
+    of_all = workers.all_gather_object(marks, "the values that a worker has written")
+    for w, theirs in enumerate(of_all):
+        for name, one, other in zip(names, of_all[0], theirs, strict=True):
+            if one != other:
+                raise RuntimeError(
+                    f"{name} has other numbers in worker {w} than in worker 0. Only some workers have written it, or "
+                    "not alike: one of them has loaded a checkpoint, or left out an optimizer.step(). Or each has "
+                    "written numbers of its own rows, as an Embedding(max_norm=...) does, an update by hand of "
+                    "torch.autograd.grad, or a gradient that the step adds to .grad in place. Write the same in all "
+                    "workers: numbers of all rows come from loss.backward(), or from get_replica_context().all_reduce. "
+                    "torchstrategy.testing.assert_workers_agree(strategy, model) finds where they part."
+                )
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that make up a tensor: of a sparse one its indices and values."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+def refuse_other_writes(workers: Workers, names: Sequence[str], num_writes: Sequence[int]) -> None:
+    """Refuses a run if a worker has written its part of a sharded tensor more often than another one.
+
+    Raises:
+        RuntimeError: Naming the first tensor that differs.
+    """
+    of_all = workers.all_gather_object(list(num_writes), "the values that a worker has written")
+    for w, theirs in enumerate(of_all):
+        for name, one, other in zip(names, of_all[0], theirs, strict=True):
+            if one != other:
+                raise RuntimeError(
+                    f"Worker 0 has written its part of {name} in place {plural(one, 'time')}, and worker {w} "
+                    f"{plural(other, 'time')}. The parts of all workers are one tensor: write them in all of them, as "
+                    "where a checkpoint is loaded."
+                )
+
+
+def _parts(tensor: Any) -> str:
+    """How a tensor is sharded."""
+    return f", sharded as {tensor.placements}" if is_distributed_tensor(tensor) else ""
+
+
+def _shown(entry: tuple[str, tuple[int, ...], torch.dtype, str] | None) -> str:
+    return "nothing" if entry is None else f"{entry[0]} of shape {entry[1]} and {entry[2]}{entry[3]}"
+
+
+def mention_written(workers: Workers, indices: set[int]) -> None:
+    """Lets the next exchange find out whether the workers wrote the same buffers."""
+    workers.mention(IN_RUN, sorted(indices))
+
+
+def written_anywhere(workers: Workers, indices: set[int]) -> set[int]:
+    """The positions of the buffers that any worker wrote. Called after the exchange that `mention_written` waits for.
+
+    Args:
+        workers: The processes that train together.
+        indices: The positions of those that this worker wrote.
+    """
+    if IN_RUN not in workers.differing:
+        return indices
+    workers.differing.discard(IN_RUN)
+    return indices.union(*workers.all_gather_object(indices, IN_RUN))
+
+
+def combine_over_workers(workers: Workers, values: dict[int, torch.Tensor], averaged: Sequence[int], lead: int) -> None:
+    """Makes the new values of buffers those of all workers.
+
+    Args:
+        workers: The processes that train together.
+        values: By position, the values that the replicas of this worker have come to. They are replaced.
+        averaged: The positions of the averages, which are weighted already and are added up.
+        lead: The worker whose other values all workers take.
+    """
+    point = "the end of the run"
+    if averaged:
+        values.update(zip(averaged, workers.all_reduce([values[i] for i in averaged], point), strict=True))
+    taken = [i for i in values if i not in set(averaged)]
+    copies = [values[i].clone() for i in taken]
+    if taken:
+        workers.broadcast(copies, lead, point)
+        values.update(zip(taken, copies, strict=True))
