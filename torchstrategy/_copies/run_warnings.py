@@ -30,7 +30,7 @@ import ctypes
 import functools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -43,7 +43,7 @@ from torchstrategy._base.objects.changes import extent
 from torchstrategy._base.objects.module_traversal import held_plainly
 from torchstrategy._base.torch_internals import raw_grads, unseen_by_function_modes, version, versions
 from torchstrategy._base.tree import leaves_within
-from torchstrategy._copies.references.step_references import StepReferences
+from torchstrategy._copies.references.step_references import StepReferences, TensorPlace
 from torchstrategy._group.group import Watch
 from torchstrategy._run.metrics import is_metric
 from torchstrategy._variables.variable import is_variable
@@ -178,11 +178,13 @@ class SharedTensors:
         due = {root for root in roots if _is_power_of_two(self._runs[root]) or root in self.unclear}
         tensors = shared_tensors(named, own, known, lambda name: _root(name) in due)
         tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self.warned]
-        if not tensors:
+        places = [one for one in named.places if (id(one.holder), one.name) not in self.warned]
+        if not tensors and not places:
             return None
         read = [pair for pair in tensors if _root(pair[0]) in due]
-        take_turns = any(self._runs[root] == 1 or root in self.unclear for root in {_root(name) for name, _ in read})
-        return SharedWrites(self, tensors, read, take_turns)
+        looked_at = {_root(name) for name, _ in read} | {_root(one.name) for one in places if _root(one.name) in due}
+        take_turns = any(self._runs[root] == 1 or root in self.unclear for root in looked_at)
+        return SharedWrites(self, tensors, read, places, take_turns)
 
 
 @final
@@ -193,18 +195,28 @@ class SharedWrites(Watch):
         known: What the strategy remembers of tensors.
         tensors: The tensors whose versions are read.
         read: Those of them whose numbers are read as well.
+        places: Where a step can put another tensor in the place of one.
         take_turns: Whether replicas should run one at a time.
     """
 
-    def __init__(self, known: SharedTensors, tensors: Sequence[Named], read: Sequence[Named], take_turns: bool) -> None:
+    def __init__(
+        self,
+        known: SharedTensors,
+        tensors: Sequence[Named],
+        read: Sequence[Named],
+        places: Sequence[TensorPlace],
+        take_turns: bool,
+    ) -> None:
         self.take_turns = take_turns
         self._known = known
         self._pairs = [*tensors, *read]
         self._counted = [tensor for _, tensor in tensors]
         self._read = [tensor for _, tensor in read]
+        self._places = places
         self._marks: list[int] = []
-        # By the id of a tensor: its name, itself, and which replicas may have made each change of it.
-        self._writers: dict[int, tuple[str, torch.Tensor, list[Collection[int]]]] = {}
+        self._held: list[object] = []  # what was at each place at the last look
+        self._writers: dict[int, _Changes] = {}  # by the id of a tensor
+        self._assigners: dict[int, _Changes] = {}  # by the id of a place
 
     def look(self, running: Collection[int]) -> None:
         """Notes the tensors that changed since the last look: these replicas wrote them. With none, nobody did."""
@@ -215,27 +227,61 @@ class SharedWrites(Watch):
             who = frozenset(running)
             for (name, tensor), before, now in zip(self._pairs, self._marks, marks, strict=True):
                 if before != now:
-                    self._writers.setdefault(id(tensor), (name, tensor, []))[2].append(who)
+                    changes = _Changes(name, (id(tensor), _root(name)))
+                    self._writers.setdefault(id(tensor), changes).made_by.append(who)
         self._marks = marks
+        held = [place.read() for place in self._places]
+        if running:
+            for place, was, now in zip(self._places, self._held, held, strict=True):
+                if was is not now:
+                    changes = _Changes(place.name, (id(place.holder), place.name))
+                    self._assigners.setdefault(id(place), changes).made_by.append(frozenset(running))
+        self._held = held
 
     def warn(self) -> None:
-        """Warns of tensors on which several replicas have written, once for each."""
-        by_several = {}
-        for name, tensor, writers in self._writers.values():
-            # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
-            if any(len(who) > 1 for who in writers):
-                self._known.unclear.add(_root(name))
-                continue
-            self._known.unclear.discard(_root(name))
-            count = len(set().union(*writers))
-            if count > 1:
-                self._known.warned.add((id(tensor), _root(name)))
-                by_several[name] = count
+        """Warns of tensors that several replicas have written or replaced, once for each."""
+        found = [*self._writers.values(), *self._assigners.values()]
+        # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
+        unclear = [changes for changes in found if not changes.are_clear()]
+        self._known.unclear.difference_update(_root(changes.name) for changes in found)
+        self._known.unclear.update(_root(changes.name) for changes in unclear)
+        self._warn_of(self._writers.values(), _BY_SEVERAL)
+        self._warn_of(self._assigners.values(), _ASSIGNED_BY_SEVERAL)
+
+    def _warn_of(self, found: Iterable[_Changes], message: str) -> None:
+        by_several: dict[str, int] = {}
+        for changes in found:
+            count = changes.num_replicas()
+            if changes.are_clear() and count > 1:
+                self._known.warned.add(changes.key)
+                by_several[changes.name] = count
         if by_several:
             names = [f"`{name}`" for name in by_several]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             shown, most = ", ".join(names[:_SHOWN]) + more, max(by_several.values())
-            warn(_BY_SEVERAL.format(names=shown, count=most), SharedWriteWarning)
+            warn(message.format(names=shown, count=most), SharedWriteWarning)
+
+
+@final
+class _Changes:
+    """Which replicas may have made each change of a tensor, or of what is at a place.
+
+    Args:
+        name: The path by which the step reaches the tensor.
+        key: What a strategy knows it by among those of which it has warned.
+    """
+
+    def __init__(self, name: str, key: tuple[int, str]) -> None:
+        self.name = name
+        self.key = key
+        self.made_by: list[frozenset[int]] = []
+
+    def are_clear(self) -> bool:
+        """Whether it is known which replica made each change."""
+        return all(len(who) == 1 for who in self.made_by)
+
+    def num_replicas(self) -> int:
+        return len(frozenset().union(*self.made_by))
 
 
 def shared_tensors(
@@ -293,4 +339,13 @@ _BY_SEVERAL = (
     "decay, which plain PyTorch writes once. For those, return the value from the step and write after strategy.run; "
     "or keep it in a torchstrategy.Variable; or write in a merge function: get_replica_context().merge_call(lambda "
     'strategy: ...). If it is right: warnings.filterwarnings("ignore", category=torchstrategy.SharedWriteWarning).'
+)
+_ASSIGNED_BY_SEVERAL = (
+    "In one run, {count} replicas assigned another tensor to {names}: what is neither in a module of the strategy nor "
+    "in a torchstrategy.Variable is one for all replicas. A sum (total = total + loss) gets what each replica adds. A "
+    "mean, a moving average or a decay is applied {count} times, where plain PyTorch applies it once. If the value "
+    "does not depend on the one before, the last replica's is kept. Return the value from the step and assign after "
+    "strategy.run; or keep it in a torchstrategy.Variable; or assign in a merge function: "
+    "get_replica_context().merge_call(lambda strategy: ...). If it is right: "
+    'warnings.filterwarnings("ignore", category=torchstrategy.SharedWriteWarning).'
 )

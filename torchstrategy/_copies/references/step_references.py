@@ -20,6 +20,7 @@ import functools
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, final
 
@@ -47,6 +48,32 @@ NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy",
 
 
 @final
+class TensorPlace:
+    """Where a step finds a tensor that it can replace by another: a name, an item or an attribute.
+
+    Args:
+        name: The path by which the step reaches the tensor.
+        holder: The cell of a closure, or the dict, list or deque that holds the tensor.
+        key: The key or index in the holder. None for a cell.
+    """
+
+    def __init__(self, name: str, holder: Any, key: Any = None) -> None:
+        self.name = name
+        self.holder = holder
+        self._key = key
+
+    def read(self) -> object:
+        """What is at the place now; None if there is nothing."""
+        if isinstance(self.holder, types.CellType):
+            with suppress(ValueError):  # the step deleted the name
+                return self.holder.cell_contents
+            return None
+        with suppress(LookupError):
+            return self.holder[self._key]
+        return None
+
+
+@final
 class StepReferences:
     """The objects that a step uses, most of them with the name by which it does."""
 
@@ -57,6 +84,7 @@ class StepReferences:
         self.optimizers: list[Optimizer] = []  # one that wraps other optimizers comes after these
         self.updates: list[tuple[str, Any]] = []  # bound methods of optimizers that act once for all replicas: `step`
         self.others: list[tuple[str, torch.Tensor]] = []  # all other tensors
+        self.places: list[TensorPlace] = []  # where the step can put another tensor in the place of one
         self._objects: dict[int, tuple[str, Any]] = {}  # by id: objects that may be trainers, each with its name
         # By the id of an object: the ids of the objects that hold it.
         self._holders: defaultdict[int, set[int]] = defaultdict(set)
@@ -118,6 +146,8 @@ class StepReferences:
             holder = id(value)
         are_few = objects > 0 and len(value) <= _FEW
         for key, item in islice(value.items() if isinstance(value, dict) else enumerate(value), _ITEMS):
+            if isinstance(item, torch.Tensor) and not isinstance(value, tuple):
+                self.places.append(TensorPlace(f"{name}[{key!r}]", value, key))
             if are_few or isinstance(item, (*_MAKE_TRAINERS, torch.Tensor, types.MethodType)):
                 self.look_at(f"{name}[{key!r}]", item, 0, objects - 1, holder)
 
@@ -127,7 +157,10 @@ class StepReferences:
             return
         self._objects[id(value)] = name, value
         self._others_of(name, type(value))
-        for attribute, held in list(attributes(value).items()):
+        table = attributes(value)
+        for attribute, held in list(table.items()):
+            if isinstance(held, torch.Tensor):
+                self.places.append(TensorPlace(f"{name}.{attribute}", table, attribute))
             self.look_at(f"{name}.{attribute}", held, 0, objects - 1, id(value))
         if functions and callable(value) and isinstance(call := type(value).__call__, types.FunctionType):
             self._look_into_function(name, call, functions - 1)
@@ -149,8 +182,22 @@ class StepReferences:
             names = {key: fn.__globals__[key] for key in globals_of(fn)}
             defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
             unnamed = (("a default argument", value) for value in defaults)
-            for found, value in (*closed_over(fn), *names.items(), *unnamed):
+            closed = list(closed_over(fn))
+            self._look_at_assigned(fn, closed, names)
+            for found, value in (*closed, *names.items(), *unnamed):
                 self.look_at(found, value, functions)
+
+    def _look_at_assigned(
+        self, fn: types.FunctionType, closed: Sequence[tuple[str, Any]], names: dict[str, Any]
+    ) -> None:
+        """Records the names of tensors that a function can assign, by `nonlocal` and `global`."""
+        cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+        for name, value in closed:
+            if isinstance(value, torch.Tensor):
+                self.places.append(TensorPlace(name, cells[name]))
+        for name, value in names.items():
+            if isinstance(value, torch.Tensor):
+                self.places.append(TensorPlace(name, fn.__globals__, name))
 
 
 def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepReferences:
