@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -152,6 +153,22 @@ def trainers_that_are_dropped(scope: Any) -> Any:
     return model, train
 
 
+def models_that_are_dropped(_: Any) -> Any:
+    """Models that nobody has any longer were there in one worker and not in another, where the collector had run."""
+    gc.disable()
+    Trainer(Net(), 0.1)
+    if dist.is_initialized() and dist.get_rank() == 0:
+        gc.collect()
+    model = Net()
+    step = ordinary(model, sgd(model))
+
+    def train(run: Run, batch: Any) -> None:
+        run(step, batch)
+        gc.enable()
+
+    return model, train
+
+
 class WithGraph(Net):
     """Has a sparse buffer, such as the edges of a graph, and one of a dtype that nobody can add up."""
 
@@ -190,6 +207,7 @@ PROGRAMS: list[Program] = [
     hook_that_removes_another,
     hook_that_raises_once,
     trainers_that_are_dropped,
+    models_that_are_dropped,
     coordinates,
     compressed_rows,
 ]

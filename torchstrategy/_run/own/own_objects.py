@@ -167,8 +167,10 @@ class OwnObjects(Storage):
 
     def _begin(self, weights: ReplicaWeights, step: str) -> None:
         if self._has_news or not self.gradients.tensors.is_same():
-            # What the user has dropped must not be compared, so Python's collector of cycles runs first.
-            gc.collect()
+            if len(_roots(self._parts())) + self._num_variables() > 1:
+                # What the user has dropped must not be compared, so Python's collector of cycles runs first. It takes a
+                # tenth of a second, and one model alone is the one that the step uses.
+                gc.collect()
             parts = self._parts()
             refuse_flat(parts)
             roots = _roots(parts)
@@ -221,6 +223,9 @@ class OwnObjects(Storage):
         if peers.first != self._peers.first:
             self.random.draw_from(peers.first)
         self._peers = peers
+
+    def _num_variables(self) -> int:
+        return len(self._variables) + len(self._on_read)
 
     def _parts(self) -> list[nn.Module]:
         """The modules of the scope, with those that were put into them elsewhere."""
