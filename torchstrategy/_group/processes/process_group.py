@@ -123,7 +123,9 @@ class ProcessGroup(Workers):
         self._has_said_where = False  # whether the others know where this worker waits
         self._why_over: str | None = None  # why no exchange can be made any more
         self.told_by_all = [entry.told for entry in entries]
-        if told not in self.told_by_all:  # threads of one process tell nothing where they meet
+        if any(one != told for one in self.told_by_all):
+            # Threads of one process tell nothing where they meet. And if workers differ, whoever asked will refuse, and
+            # lets go of the group: it must not do so while gloo still connects another worker.
             self.told_by_all = self.all_gather_object(told, "the first exchange")
 
     def begin_run(self) -> None:
