@@ -43,3 +43,10 @@ def test_a_strategy_that_failed_is_not_used_again() -> None:
         assert "KeyError" in first or "WorkerError: worker" in first
         assert second.startswith("WorkerError: ") and "the strategy cannot be used any more" in second
         assert total == "2.0"
+
+
+def test_the_others_hear_of_an_interrupt_where_an_epoch_begins() -> None:
+    """They heard of it 5 s later: torch waited so long for a worker of the loader, before this worker left."""
+    first, second = cluster(2).run(failing.interrupted_where_an_epoch_begins)
+    assert first == "KeyboardInterrupt: "
+    assert "worker 0 of 2" in second and "failed: KeyboardInterrupt" in second

@@ -294,7 +294,12 @@ class DistributedDataset(Generic[T]):
         shared = [id(source._dataset) for source in self._splitter.sources if source.allows_one_pass_at_a_time]
         for last in filter(None, map(_readings.get, shared)):
             last.close(waits=True)
-        reading = self._read(self._splitter, self._routes)
+        try:
+            reading = self._read(self._splitter, self._routes)
+        except BaseException as error:
+            # The others are told before the loader is dropped: torch may wait for 5 s for a worker of it.
+            self._splitter.workers.failed(error)
+            raise
         _readings.update(dict.fromkeys(shared, reading))
         positions = [source.position for source in self._splitter.sources]
 
