@@ -264,7 +264,7 @@ class ReplicatedExtended(StrategyExtended):
                 args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0)
         frame, frames = LoneFrame(self._container_strategy()), this_thread.frames
         depth, device = len(frames), self._alone_on
-        try:  # not a block: a signal's handler may raise on the way into its `__exit__`, and the frame would stay
+        try:  # not a block: see Note [What happens on Ctrl-C] in `_group/replica_threads`
             frames.append(frame)
             if device is None or not needs_device_context(device):
                 return performed_alone(fn, args, kwargs)

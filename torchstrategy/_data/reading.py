@@ -19,7 +19,7 @@ Ahead, batches are read, split, pinned and copied:
 The threads share a `Prefetcher` with the iterator that they work for, which they do not keep alive. When it is dropped,
 the `Prefetcher` is closed, and they end. They use only queues to talk to each other, since a finalizer may use a queue
 at any point of the program; with a lock, it could wait for ever. A step stays in the queue until the consumer has
-received it, so that Ctrl-C loses no step.
+received it, so that Ctrl-C loses no step: see Note [What happens on Ctrl-C] in `_group/replica_threads`.
 """
 
 from __future__ import annotations
@@ -276,7 +276,8 @@ def in_step(reading: Reading) -> Callable[[], Tree]:
     """The `next` of an epoch in which each worker reads a dataset of its own. It ends where the last of them ends.
 
     A worker whose data has run out before that of others gets its last batch again, as that of an understudy: it takes
-    part in the steps, and its rows do not count. If there was none, it gets a batch of another worker.
+    part in the steps, and its rows do not count. If there was none, it gets a batch of another worker. See Note [Why a
+    worker without rows runs the step] in `_group/participants`.
     """
     workers, host = reading.splitter.workers, torch.device("cpu")
     last: list[Tree] = []  # the last batch, once there was one
@@ -374,7 +375,7 @@ class Prefetcher(Reading):
                 return self._handed_over(items)
             if self._failure is not None:
                 self.close()
-            else:  # not for long: if a signal comes just before the thread begins to wait, Python handles it after that
+            else:  # not for long: see Note [What happens on Ctrl-C]
                 with suppress(Empty):
                     self._news.get(timeout=_LOOK_UP_S)
         raise StopIteration if self._failure is None else self._failure

@@ -93,8 +93,9 @@ class Share(NamedTuple):
 
     Attributes:
         slices: For each replica of this worker, its rows.
-        borrowed: The rows on which a worker without rows runs the step, which are those of replica 0 of all; see
-            `ReplicaWeights.is_understudy`. None: this worker has rows, or there are none.
+        borrowed: The rows on which a worker without rows runs the step, which are those of replica 0 of all; see Note
+            [Why a worker without rows runs the step] in `_group/participants`. None: this worker has rows, or there are
+            none.
         rows_of_all: How many rows each replica of all workers has. None: each worker has a batch of its own.
     """
 

@@ -264,6 +264,7 @@ class ReplicaGroup:
         return in_buckets(columns, self.bytes_per_pack, lambda column: added(column, self._where(r, column)))
 
     def _added_over_workers(self, totals: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+        # See Note [Why a worker without rows runs the step] in `participants`.
         counted = [torch.zeros_like(total) for total in totals] if self.run.is_understudy else totals
         return self.workers.all_reduce(counted, name)
 

@@ -49,7 +49,8 @@ class OneOfSeveral(Replica):
                 step = functools.partial(_ending_streams, self.device_streams, step)
             return self._ended(Ended(self.index, run_in(self.device, step)))
         except BaseException as error:
-            # Also SystemExit and KeyboardInterrupt: the other replicas are stopped first, however the step ends.
+            # Also SystemExit and KeyboardInterrupt: the other replicas are stopped first, however the step ends. See
+            # Note [What happens on Ctrl-C] in `replica_threads`.
             return self._ended(Failed(self.index, error))
 
     def _ended(self, outcome: Report) -> Report:

@@ -23,6 +23,23 @@ from torchstrategy._base.types import Tree
 from torchstrategy._group.workers import LONE, Workers
 
 
+# Note [Why a worker without rows runs the step]
+# The last batch of an epoch may have fewer rows than there are replicas. In one process, a replica without rows sits
+# the step out, and the others synchronize without it. A worker cannot: the others wait for it at every exchange, since
+# NCCL and gloo know only groups in which all take part. How many exchanges there will be, only the step says: a
+# gradient may be sent by itself, and a step may call `all_reduce` as often as it likes. A group without this worker
+# would have to be made by all workers, for each such step, which takes longer than most steps.
+# So its first replica runs the step all the same, as an *understudy*. It needs rows, since the mean of no rows is NaN,
+# and many steps fail without any. They are those of another worker:
+# - of a batch that all workers know, those of replica 0 of all (`Share.borrowed` in `_data/steps`);
+# - where each worker reads a dataset of its own, its own last batch or, if it had none, one that another worker sends
+#   (`next_of_all_workers` in `_data/reading`).
+# Nothing that it computes counts:
+# - its gradients, and what it brings to a collective, are replaced by zeros, or by nothing; they are not multiplied by
+#   0, since 0 times NaN is NaN;
+# - of buffers it takes what the others send; variables with a value in each replica, and metrics, go on from before;
+# - what its step returns only tells the shape and dtype of what the others have (`PerReplica.understudy`).
+# Where no worker has a row, and with `run_empty_replicas`, all replicas take part.
 @final
 @dataclass(frozen=True)
 class ReplicaWeights:
@@ -35,8 +52,8 @@ class ReplicaWeights:
         reduction: How the gradients of the replicas become one.
         num_present: How many replicas of all workers take part.
         lead_worker: The first worker that has a replica which takes part.
-        is_understudy: Whether no replica of this worker takes part. Then the first one runs the step all the same, so
-            that this worker comes to all exchanges with the others, and nothing that it computes counts.
+        is_understudy: Whether no replica of this worker takes part. Then the first one runs the step all the same, and
+            nothing that it computes counts: see Note [Why a worker without rows runs the step].
         total_weight: The sum of the weights of all replicas of all workers.
         has_news: Whether one of several workers has modules or variables that no run has had yet.
         shares: For every replica of this worker, how much of the mean gradient is its own: those of all workers add up
@@ -183,7 +200,8 @@ class ReplicaWeights:
         has_news: bool = False,
     ) -> ReplicaWeights:
         """The weights, from what is known of each replica of all `count` workers, of which this is number `index`."""
-        # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
+        # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked;
+        # but see Note [Why a worker without rows runs the step].
         leaves_out = not runs_empty and any(one.has_rows for one in everyone)
         takes_part = [not one.is_absent and (one.has_rows or not leaves_out) for one in everyone]
         fractions = _parts([one.rows for one in everyone], takes_part, [1.0] * len(everyone))

@@ -209,7 +209,10 @@ class SyncOnReadVariable(DistributedVariable):
 
 @contextmanager
 def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
-    """A block after which variables have the values of before: what an understudy writes in it does not count."""
+    """A block after which variables have the values of before: what an understudy writes in it does not count.
+
+    See Note [Why a worker without rows runs the step] in `_group/participants`.
+    """
     parts = [part for variable in variables for part in variable._parts]
     values = [part.detach().clone() for part in parts]
     try:

@@ -389,7 +389,7 @@ class ProcessGroup(Workers):
         had_news, has_met = False, False
         while True:
             try:
-                sent.work.wait(_LOOK)
+                sent.work.wait(_LOOK)  # then Python handles signals: see Note [What happens on Ctrl-C]
                 return
             except RuntimeError:
                 if sent.work.is_completed():
