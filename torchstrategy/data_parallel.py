@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from torchstrategy._base import row_errors
 from torchstrategy._base.context import in_use, is_accelerator, is_in_replica
 from torchstrategy._base.devices import canonical_device, copies_by_itself, local_accelerators, memory_device
 from torchstrategy._base.distributed_values import ABSENT, DistributedValues, PerReplica, select
@@ -404,7 +405,7 @@ def moved(tree: Tree, device: Device) -> Tree:
 
 def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
     """How many rows all tensors have; None if there are no tensors with rows."""
-    first = None
+    first_name, first_rows = "", None
     for name, leaf in chain.from_iterable(leaves_within(tree, name) for name, tree in arguments):
         if isinstance(leaf, DistributedValues):
             raise TypeError(
@@ -419,18 +420,12 @@ def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             continue
         if not -leaf.dim() <= dim < leaf.dim():
-            raise ValueError(
-                f"Inputs are cut along dim={dim}, and {name}, of shape {tuple(leaf.shape)}, has no such dimension."
-            )
-        rows = leaf.size(dim)
-        first = first or (name, rows)
-        if rows != first[1]:
-            raise ValueError(
-                f"Inputs are cut along dim={dim}, where {first[0]} has {first[1]} rows and {name} has {rows}: cut into "
-                "pieces they would no longer belong together. Give each as many: tensor.expand(...) repeats rows "
-                "without copying them. What is the same for all rows may be a buffer of the module."
-            )
-    return None if first is None else first[1]
+            raise row_errors.no_such_dimension_error(dim, name, tuple(leaf.shape))
+        if first_rows is None:
+            first_name, first_rows = name, leaf.size(dim)
+        if leaf.size(dim) != first_rows:
+            raise row_errors.unequal_inputs_error(dim, first_name, first_rows, name, leaf.size(dim))
+    return first_rows
 
 
 def _united(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str) -> Tree:

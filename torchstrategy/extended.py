@@ -29,6 +29,7 @@ from torchstrategy._base.distributed_values import (
 from torchstrategy._base.errors import plural, require_type
 from torchstrategy._base.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._base.result_leaves import map_results
+from torchstrategy._base.row_errors import nothing_to_count_error, several_batches_error
 from torchstrategy._base.row_lists import is_row_list, own_rows
 from torchstrategy._base.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
 from torchstrategy._data.arrays import ArrayDataset
@@ -438,7 +439,7 @@ class StrategyExtended(VariablesOfExtended):
             return _rows(batch, batch)
         rows = {leaf.rows for leaf in found if isinstance(leaf, PerReplica) and leaf.rows is not None}
         if len(rows) > 1:
-            raise ValueError(f"count_rows takes one batch; got parts of several, with the rows {sorted(rows)}.")
+            raise several_batches_error(rows)
         of_all = {leaf.rows_of_all for leaf in found if isinstance(leaf, PerReplica) and leaf.rows_of_all is not None}
         if len(of_all) == 1:
             return sum(of_all.pop())
@@ -530,9 +531,7 @@ def _check_destinations(destinations: object) -> None:
 def _rows(component: Tree, batch: Tree) -> int:
     rows = rows_of(component)
     if rows is None:
-        raise ValueError(
-            f"count_rows takes a batch, or a value with rows; nothing in this one has any: {batch!r:.200}."
-        )
+        raise nothing_to_count_error(batch)
     return rows
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from torchstrategy._base import row_errors
 from torchstrategy._base.errors import an, plural
 from torchstrategy._base.tree import leaves_within, tree_flatten
 from torchstrategy._base.types import Tree
@@ -154,18 +155,13 @@ def _described(array: _Array) -> str:
 def _rows(named: Sequence[tuple[str, _Array]]) -> int:
     """How many rows the arrays have."""
     if not named:
-        raise ValueError("numpy_input has no array in it, and so no rows. Give it an array, or a dict of arrays.")
+        raise row_errors.no_arrays_error()
     for name, array in named:
         if not array.ndim:
-            raise ValueError(
-                f"{name} has no dimensions, and so no rows. Give it a row for each element: numpy.full(rows, value)."
-            )
-        if len(array) != len(named[0][1]):
-            first, rows = named[0]
-            raise ValueError(
-                f"The arrays have different numbers of rows: {first} has {len(rows)} and {name} has {len(array)}. An "
-                "element has one row of each. Give each as many rows."
-            )
+            raise row_errors.rowless_array_error(name)
+        first_name, first = named[0]
+        if len(array) != len(first):
+            raise row_errors.unequal_arrays_error(first_name, len(first), name, len(array))
     return len(named[0][1])
 
 

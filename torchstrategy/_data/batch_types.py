@@ -26,8 +26,8 @@ import torch
 from torch.nn.utils import rnn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchstrategy._base import tree
-from torchstrategy._base.errors import an, plural, require_type
+from torchstrategy._base import row_errors, tree
+from torchstrategy._base.errors import an, require_type
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._data.arrays import has_dtype, sharing
 
@@ -136,10 +136,9 @@ def _checked(cls: type, rows: Callable[[Any], Any], take: Callable[..., Any], ap
 
     def taken(value: Any, part: slice) -> Any:
         result = own("take", take(value, part))
-        found, (start, stop) = counted(result), (part.start, part.stop)
-        if found != stop - start:
-            wanted = f"slice({start}, {stop}), which is {stop - start}"
-            raise ValueError(f"{told('take')} returned {plural(found, 'row')} for {wanted}.")
+        found = counted(result)
+        if found != part.stop - part.start:
+            raise row_errors.taken_rows_error(told("take"), found, part)
         return result
 
     def applied(value: Any, fn: TensorFn) -> Any:
@@ -238,15 +237,7 @@ def rows_of(batch: Tree) -> int | None:
             counts.setdefault(kind.rows(value), index)
     if len(counts) > 1:
         (rows, first), (count, other), *_ = counts.items()
-        raise ValueError(
-            f"The leaves of a batch have different numbers of rows: {name_of(first)} has {rows} and {name_of(other)} "
-            f"has {count}. Cut into pieces they would no longer belong together. Give each as many rows; or make what "
-            "is not per row a tensor without dimensions, or, of a list, a dict. Where time comes first, put the rows "
-            "first: pad_sequence(..., batch_first=True). Where each item of a list is a row, as with images of other "
-            "sizes and their boxes, say InputOptions(lists_are_rows=True); of a tuple, make a list, as "
-            "collate_fn=lambda batch: tuple(map(list, zip(*batch))) does. Or make the batch an object of a class of "
-            "your own, and say how it is cut: torchstrategy.register_batch_type(...)."
-        )
+        raise row_errors.unequal_leaves_error(name_of(first), rows, name_of(other), count)
     return next(iter(counts), None)
 
 

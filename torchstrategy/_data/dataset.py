@@ -14,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import TypeVar
 
 from torchstrategy._base.errors import an, plural, unpicklable, warn
+from torchstrategy._base.row_errors import single_elements_error
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._data.options import AutoShardPolicy, DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._data.reading import OnDemand, Prefetcher, Reading, Route, in_step
@@ -459,10 +460,7 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, 
     source = _source(dataset, "A dataset to distribute", (lambda rows: share(rows).loaded) if is_sharded else None)
     replicas_of_all = replicas * workers.count
     if replicas_of_all > 1 and is_map_style(dataset):
-        raise ValueError(
-            f"{type(dataset).__name__} yields single elements, which cannot be distributed to {replicas_of_all} "
-            "replicas. Batch it: torch.utils.data.DataLoader(dataset, batch_size=...), with the global batch size."
-        )
+        raise single_elements_error(type(dataset).__name__, replicas_of_all)
     if is_dealt and not (is_sharded or isinstance(dataset, (list, tuple))):
         warn(
             f"Every worker reads all of this {type(dataset).__name__}, and keeps the rows of its own replicas: nobody "

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from torchstrategy._base import row_errors
 from torchstrategy._base.context import is_accelerator
 from torchstrategy._base.distributed_values import ABSENT, PerReplica, Unmade
-from torchstrategy._base.errors import described, plural
+from torchstrategy._base.errors import plural
 from torchstrategy._base.torch_internals import TreeSpec
 from torchstrategy._base.tree import PLAIN_LEAVES, Unlike, map_leaves, tree_flatten, zip_leaves
 from torchstrategy._base.types import Device, Tree
@@ -128,9 +129,7 @@ def share_of(options: InputOptions, replicas: int, workers: Workers) -> Callable
     everyone, first = (replicas, 0) if is_own else (replicas * workers.count, replicas * workers.index)
     sizes = options.row_shares
     if sizes is not None and len(sizes) != everyone:
-        raise ValueError(
-            f"InputOptions(row_shares={sizes}) has {plural(len(sizes), 'number')} for {plural(everyone, 'replica')}."
-        )
+        raise row_errors.row_shares_error(sizes, everyone)
     cut = functools.partial(in_equal_parts, everyone) if sizes is None else in_proportion(sizes)
 
     def share(total: int) -> Share:
@@ -166,11 +165,7 @@ def _part(leaf: Any, rows: slice) -> Any:
         try:
             return batch_types.taken(leaf, slice(0, 0))
         except Exception as error:
-            raise ValueError(
-                f"A replica got no rows, and there is no {type(leaf).__name__} without rows to give it: "
-                f"{described(error)}. Leave out RunOptions(run_empty_replicas=True), and such a replica sits the step "
-                "out; or let the take function that the type was registered with make one for slice(0, 0)."
-            ) from error
+            raise row_errors.no_empty_part_error(type(leaf).__name__, error) from error
 
     return Unmade(make)
 
@@ -374,22 +369,14 @@ class SplitSteps(Splitter):
             self._has_seen_layout = True  # so that the warning comes only once
         rows = batch_types.rows_of(element)
         if rows is None:
-            raise ValueError(
-                f"An element of the dataset has no rows to distribute to {self.replicas} replicas: it is not batched. "
-                "Batch it with the global batch size, as in torch.utils.data.DataLoader(dataset, batch_size=...)."
-            )
+            raise row_errors.unbatched_error(self.replicas)
         share = self._share_of(rows if total is None else total)
         if read is None and self.workers.count > 1 and not self.reads_its_own:
             read = read_of(element, rows)
         if total is not None:
             samples = share.loaded.stop - share.loaded.start
             if rows != samples:
-                raise ValueError(
-                    f"The loader made {plural(rows, 'row')} of {plural(samples, 'sample')}. Each worker loads only "
-                    "samples of its own, so the rows of a batch have to be its samples. Let the collate_fn make one "
-                    "row of each; or give the strategy an iterable of batches that is no DataLoader: every worker "
-                    "reads all of it, and keeps its own rows."
-                )
+                raise row_errors.samples_are_no_rows_error(rows, samples)
             share = share.within_loaded()
         counts = tuple(piece.stop - piece.start for piece in share.slices)
         pieces = share.slices if share.borrowed is None else [*share.slices, share.borrowed]

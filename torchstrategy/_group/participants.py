@@ -17,8 +17,8 @@ from itertools import chain
 from typing import NamedTuple, final
 
 from torchstrategy._base.distributed_values import ABSENT, DistributedValues, PerReplica, regroup, regroup_in_worker
-from torchstrategy._base.errors import plural
 from torchstrategy._base.options import ReduceOp, RunOptions
+from torchstrategy._base.row_errors import examples_count_error, unequal_arguments_error
 from torchstrategy._base.types import Tree
 from torchstrategy._group.workers import LONE, Workers
 
@@ -270,10 +270,7 @@ def _shares(rows: Sequence[float] | None, given: Sequence[float] | None, num_rep
     if given is None:
         return [1.0] * num_replicas if rows is None else rows
     if len(given) != num_replicas:
-        raise ValueError(
-            f"RunOptions(examples={tuple(given)}) has {plural(len(given), 'number')}; the strategy has "
-            f"{plural(num_replicas, 'replica')}."
-        )
+        raise examples_count_error(given, num_replicas)
     return given
 
 
@@ -315,36 +312,21 @@ _HEAD, _OF_REPLICA = struct.calcsize("<2?"), struct.calcsize("<dd2?")
 def _rows(
     leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp, given: Sequence[float] | None
 ) -> tuple[int, ...] | None:
-    records = list(
-        dict.fromkeys(leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None)
-    )
+    """How many rows each replica has, if the arguments say so, and it is known how much each counts."""
+    known = [leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None]
+    records = list(dict.fromkeys(known))
     if len(records) < 2:
         return records[0] if records else None
-    has_shares = given is not None or reduction is ReduceOp.SUM
     for r, rows in enumerate(zip(*records, strict=True)):
         has_some = any(rows) and not all(rows)
         if has_some and not options.run_empty_replicas:
             told = f" Replica {r} has rows of one and none of another, and would lose them if it sat the step out."
-            raise ValueError(_UNEQUAL.format(records=_shown(records), told=told))
-        if any(rows) and given is not None and tuple(given[r : r + 1]) == (0,):
+            raise unequal_arguments_error(records, told)
+        if given is not None and any(rows) and tuple(given[r : r + 1]) == (0,):
             told = f" RunOptions(examples={tuple(given)}) drops the gradient of replica {r}, and so its rows."
-            raise ValueError(_UNEQUAL.format(records=_shown(records), told=told))
+            raise unequal_arguments_error(records, told)
+    has_shares = given is not None or reduction is ReduceOp.SUM
     if not has_shares:
-        raise ValueError(_UNEQUAL.format(records=_shown(records), told=""))
+        raise unequal_arguments_error(records)
     # The weights do not depend on these numbers: a replica takes part if any of the arguments has rows for it.
     return tuple(map(max, zip(*records, strict=True)))
-
-
-def _shown(records: Sequence[tuple[int, ...]]) -> str:
-    return " and ".join(map(str, records))
-
-
-_UNEQUAL = (
-    "The arguments of this run were split with different numbers of rows, {records} by replica, as a labelled batch "
-    "and a larger unlabelled one are. No share of a replica in the gradient fits both, so a mean over a replica's own "
-    "rows cannot be right.{told} Let the step make each mean by torchstrategy.nn.compute_average_loss(losses), where "
-    "losses has one number for each row, as by reduction='none'; and give the run "
-    "options=torchstrategy.RunOptions(gradient_reduction='sum', run_empty_replicas=True). If the means are right as "
-    "they are, and you know the shares: RunOptions(examples=[...], run_empty_replicas=True), with a number above 0 for "
-    "each replica that has rows."
-)
