@@ -40,7 +40,7 @@ from torchstrategy._copies.gradients.gradient_hooks import attach_to_graph
 from torchstrategy._copies.refusals import refuse_uncopyable
 from torchstrategy._data.steps import in_equal_parts
 from torchstrategy._group.reductions import check_gatherable
-from torchstrategy._group.transfer import concatenated
+from torchstrategy._group.transfer import concatenate_on
 from torchstrategy.strategies import CentralStorageStrategy, devices_of_replicas
 
 
@@ -463,4 +463,4 @@ def _united_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, n
             "where there is one: name the dimension, as in squeeze(1). And pad_packed_sequence pads to the longest of "
             "a replica's own rows: give it total_length."
         ) from None
-    return tensors[0].to(device) if len(tensors) == 1 else concatenated(tensors, dim, device)
+    return tensors[0].to(device) if len(tensors) == 1 else concatenate_on(tensors, dim, device)

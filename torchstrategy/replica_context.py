@@ -183,7 +183,7 @@ class ReplicaContext:
             tensors = [as_tensor(leaf) for leaf in leaves]
         if not leaves:
             return value
-        sums = group.in_buckets(said.bytes_per_pack).all_reduce(tensors, names, f"all_reduce({op.value})")
+        sums = group.with_buckets(said.bytes_per_pack).all_reduce(tensors, names, f"all_reduce({op.value})")
         if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
             sums = [total / group.run.num_present for total in sums]
         return put_back(sums)
@@ -218,7 +218,7 @@ class ReplicaContext:
             check_usable("all_gather", said)
             names, leaves, put_back = by_name(value)
             tensors, along = [as_tensor(leaf) for leaf in leaves], as_axis(axis)
-        return put_back(group.in_buckets(said.bytes_per_pack).all_gather(tensors, along, names))
+        return put_back(group.with_buckets(said.bytes_per_pack).all_gather(tensors, along, names))
 
     def __enter__(self) -> Self:
         entry = Frame(self._strategy, self)

@@ -8,7 +8,7 @@ The all-reduce and all-gather of a `ReplicaGroup` are differentiable. Replica i 
 the sum, over all replicas, of w_i times the gradient in replica i. So a gradient in replica i has to be the gradient of
 the whole step, divided by w_i. Where the output of replica j depends on the input of replica i, the gradient of that
 output is therefore multiplied by w_j / w_i on its way to replica i. With equal weights, and for SUM, this is a plain
-sum.
+sum. See Note [Where a gradient is weighed] in `weighing`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchstrategy._group.device_streams import NO_SIDE_STREAM, DeviceStreams, k
 from torchstrategy._group.instruments import held, reached
 from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy._group.reductions import check_addable, check_gatherable
-from torchstrategy._group.transfer import added, concatenated, in_buckets, sums
+from torchstrategy._group.transfer import combine_in_buckets, concatenate_on, sum_each_on, sum_on
 from torchstrategy._group.workers import LONE, Workers, refusing
 
 # The function of a synchronization point: it takes the values that the replicas brought and returns their results.
@@ -160,7 +160,7 @@ class ReplicaGroup:
     workers: Workers = LONE
     bytes_per_pack: int = 0
 
-    def in_buckets(self, bytes_per_pack: int) -> ReplicaGroup:
+    def with_buckets(self, bytes_per_pack: int) -> ReplicaGroup:
         """The same group, which sends tensors in buckets of at most `bytes_per_pack`."""
         return replace(self, bytes_per_pack=bytes_per_pack)
 
@@ -211,8 +211,10 @@ class ReplicaGroup:
                 return column[0].to(self._where(r, column))
 
             of_replicas = zip(*columns, strict=True)
-            there = [in_buckets([[one] for one in tensors], self.bytes_per_pack, sent) for tensors in of_replicas]
-            return [concatenated(column, axis, self._where(r, column)) for column in zip(*there, strict=True)]
+            there = [
+                combine_in_buckets([[one] for one in tensors], self.bytes_per_pack, sent) for tensors in of_replicas
+            ]
+            return [concatenate_on(column, axis, self._where(r, column)) for column in zip(*there, strict=True)]
 
         def over_workers(tensors: Sequence[torch.Tensor], point: str) -> list[torch.Tensor]:
             found = []
@@ -260,8 +262,8 @@ class ReplicaGroup:
     def _sums(self, r: int, columns: _Columns) -> list[torch.Tensor]:
         device = self.devices[r]
         if device is not None and not self.bytes_per_pack:
-            return sums(columns, device)
-        return in_buckets(columns, self.bytes_per_pack, lambda column: added(column, self._where(r, column)))
+            return sum_each_on(columns, device)
+        return combine_in_buckets(columns, self.bytes_per_pack, lambda column: sum_on(column, self._where(r, column)))
 
     def _added_over_workers(self, totals: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
         # See Note [Why a worker without rows runs the step] in `participants`.

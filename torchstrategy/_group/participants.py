@@ -3,7 +3,8 @@
 The loss of a step is usually a mean over the rows that the step saw. The mean over all rows of a batch is the sum of
 the replicas' means, each multiplied by the replica's fraction of the rows. So this fraction is the weight by which a
 replica's gradient is multiplied. If the loss is a mean over something else, such as tokens, the user says how many of
-these each replica has: its fraction of them is the weight. Running statistics are means over rows in any case.
+these each replica has: its fraction of them is the weight. Running statistics are means over rows in any case. What
+multiplies by these numbers is listed in Note [Where a gradient is weighed] in `weighing`.
 """
 
 from __future__ import annotations

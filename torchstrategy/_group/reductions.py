@@ -10,7 +10,7 @@ import torch
 from torchstrategy._base.errors import as_int
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._base.types import Device, Tree, VariableBase
-from torchstrategy._group.transfer import added, concatenated
+from torchstrategy._group.transfer import concatenate_on, sum_on
 from torchstrategy._group.workers import LONE, Workers
 
 
@@ -112,7 +112,7 @@ def combined(
     """
     sums, sizes = zip(*((as_tensor(v), 1) if axis is None else summed_along(v, axis) for v in values), strict=True)
     check_addable(sums)
-    total, size = added(sums, device), sum(sizes)
+    total, size = sum_on(sums, device), sum(sizes)
     if not matter:
         total, size = torch.zeros_like(total), 0
     total, everyones = workers.all_reduce([total, torch.tensor(size, device="cpu")], f"reduce({op.value})")
@@ -148,7 +148,7 @@ def gathered(
     """
     tensors = [as_tensor(value) for value in values]
     check_gatherable(tensors, axis)
-    whole = concatenated(tensors, axis, device)
+    whole = concatenate_on(tensors, axis, device)
     if workers.count == 1:
         return whole
     whole = whole if matter else whole.narrow(axis, 0, 0)

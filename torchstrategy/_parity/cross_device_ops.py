@@ -20,7 +20,8 @@ from torchstrategy._base.errors import as_int, plural, require_type
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._base.types import Device, DeviceLike, Tree
 from torchstrategy._group.reductions import as_tensor, check_addable
-from torchstrategy._group.transfer import Column, added, bucketed, nccl_sums, sums, times, why_not_nccl
+from torchstrategy._group.transfer import Column, exchange_in_buckets, sum_by_nccl, sum_each_on, sum_on, why_not_nccl
+from torchstrategy._group.weighing import scale
 from torchstrategy._parity.options import USUAL_OPTIONS, CommunicationOptions, as_options, check_usable
 
 # A device, a tensor on the device that is meant, or a distributed value: the device of each of its components.
@@ -255,6 +256,8 @@ class CrossDeviceOps:
     ) -> list[list[torch.Tensor | None]]:
         """The weighted sums of the replicas' tensors, for each replica; the sums are equal to the last bit.
 
+        See Note [Where a gradient is weighed] in `_group/weighing`.
+
         Args:
             by_replica: A list for each replica with its tensors, such as gradients; None where it has no tensor.
             weights: The weight of each replica. The tensors of weight 0 are dropped, also if they are NaN.
@@ -263,7 +266,7 @@ class CrossDeviceOps:
         Returns:
             A sum for each of the destinations, or None where no replica has a tensor.
         """
-        weighted = [times(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
+        weighted = [scale(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
         columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
         places = [PerReplica(column) for column in zip(*destinations, strict=True)]
         pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
@@ -343,8 +346,8 @@ class _ByRoutes(CrossDeviceOps):
         for column in columns:
             check_addable(column)
         if not limit:
-            return [[total] for total in sums(columns, route)]
-        return bucketed(columns, limit, lambda column: [added(column, route)])
+            return [[total] for total in sum_each_on(columns, route)]
+        return exchange_in_buckets(columns, limit, lambda column: [sum_on(column, route)])
 
 
 AccumulationFn = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -440,7 +443,7 @@ class _AllReduce(_ByRoutes):
         self._check_devices(route)
         turns, in_packs = itertools.count(), self._num_packs > 0 and not limit
         most, count = (math.inf, self._num_packs) if in_packs else (limit, 1)
-        return bucketed(columns, most, lambda bucket: self._sums(bucket, next(turns)), count)
+        return exchange_in_buckets(columns, most, lambda bucket: self._sums(bucket, next(turns)), count)
 
     @abstractmethod
     def _sums(self, tensors: Column, turn: int) -> Column:
@@ -478,7 +481,7 @@ class NcclAllReduce(_AllReduce):
             raise ValueError(f"NcclAllReduce fails here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice.")
 
     def _sums(self, tensors: Column, turn: int) -> Column:
-        return nccl_sums(tensors)
+        return sum_by_nccl(tensors)
 
 
 @final
@@ -517,9 +520,9 @@ class HierarchicalCopyAllReduce(_AllReduce):
         middle = (len(tensors) + 1) // 2
         groups = range(middle), range(middle, len(tensors))
         led = {group[turn % len(group)]: group for group in groups}  # by the leader, on whose device a group adds up
-        parts = [added([tensors[i] for i in group], tensors[leader].device) for leader, group in led.items()]
+        parts = [sum_on([tensors[i] for i in group], tensors[leader].device) for leader, group in led.items()]
         first = list(led)[turn % 2]
-        total = added(parts, tensors[first].device)
+        total = sum_on(parts, tensors[first].device)
         sums: dict[int, torch.Tensor] = {}
         for leader, group in led.items():
             sums[leader] = total if leader == first else total.to(tensors[leader].device, copy=True)

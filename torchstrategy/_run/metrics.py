@@ -149,7 +149,8 @@ class Metric:
             return values[0]
         if all(isinstance(value, list) for value in values):
             return [item for value in values for item in value]
-        # All replicas went on from the same state, so the means are weighted by the rows of each.
+        # All replicas went on from the same state, so the means are weighted by the rows of each. See Note [Where a
+        # gradient is weighed] in `_group/weighing`.
         if kind == _MEAN:
             return torch.stack([one.value * one.fraction for one in counted if one.fraction]).sum(0)
         if kind == "dim_zero_cat":

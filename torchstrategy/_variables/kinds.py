@@ -22,7 +22,7 @@ from torchstrategy._base.options import VariableAggregation, VariableSynchroniza
 from torchstrategy._base.torch_internals import make_parameter, version
 from torchstrategy._base.tree import map_leaves, tree_leaves
 from torchstrategy._base.types import Device, StrategyLike, Tree
-from torchstrategy._group.transfer import added
+from torchstrategy._group.transfer import sum_on
 from torchstrategy._group.workers import LONE, Workers
 from torchstrategy._variables.variable import Variable, Wanted, is_variable, make_data, plain_alias, write
 
@@ -162,7 +162,7 @@ class SyncOnReadVariable(DistributedVariable):
                 first = self._parts[0].clone()
                 self._workers.broadcast([first], 0, point)
                 return first
-            (total,) = self._workers.all_reduce([added(self._parts, self._parts[0].device)], point)
+            (total,) = self._workers.all_reduce([sum_on(self._parts, self._parts[0].device)], point)
             return total / self._num_parts if self.aggregation is VariableAggregation.MEAN else total
 
     @property

@@ -71,7 +71,8 @@ def compute_average_loss(
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/nn/compute_average_loss
     """
-    # The replica's gradient is going to be multiplied by `group.weight`, so the sum is divided by that, too.
+    # The replica's gradient is going to be multiplied by `group.weight`, so the sum is divided by that, too: see Note
+    # [Where a gradient is weighed] in `_group/weighing`.
     loss = _losses(per_example_loss)
     weight = None if sample_weight is None else _weights(sample_weight, loss)
     given = None if global_batch_size is None else _count(global_batch_size)

@@ -149,6 +149,7 @@ class WorkerReduction:
         return [index for index in sorted(changed) if len({own.get(index) for own in marks}) > 1]
 
     def _weighted(self, index: int) -> torch.Tensor:
+        # See Note [Where a gradient is weighed] in `_group/weighing`.
         value = self.accumulated[index]
         if value is None or self.weights.is_understudy:
             return torch.zeros_like(self.owners[index])

@@ -196,6 +196,7 @@ _target: Callable[[weakref.ref[Any]], Any] = weakref.ref.__call__  # what a refe
 
 
 def _weighed(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+    # See Note [Where a gradient is weighed] in `_group/weighing`.
     dense = gradient.detach().to_dense()
     # What does not count may be NaN, and 0 * NaN is NaN.
     return dense * weight if weight else torch.zeros_like(dense)

@@ -142,6 +142,7 @@ def refuse_flat(modules: Sequence[nn.Module]) -> None:
         raise TypeError(_FLAT)
 
 
+# See Note [Where a gradient is weighed] in `_group/weighing`.
 def _weighing_by(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def weigh(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * factor if factor else torch.zeros_like(gradient)
