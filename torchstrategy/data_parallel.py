@@ -38,7 +38,7 @@ from torchstrategy._base.types import Device, DeviceLike, Tree
 from torchstrategy._copies.given_weights import call_with, own_weights_in_place, send_given
 from torchstrategy._copies.gradients.gradient_hooks import attach_to_graph
 from torchstrategy._copies.refusals import refuse_uncopyable
-from torchstrategy._data.steps import in_equal_parts
+from torchstrategy._data.steps import split_equally
 from torchstrategy._group.reductions import check_gatherable
 from torchstrategy._group.transfer import concatenate_on
 from torchstrategy.strategies import CentralStorageStrategy, devices_of_replicas
@@ -161,9 +161,9 @@ class DataParallel(nn.Module):
                 raise
         if devices:
             _require_place(self.module, devices[0])
-            inputs, kwargs = moved((inputs, kwargs), devices[0])
+            inputs, kwargs = move_to((inputs, kwargs), devices[0])
         output = self.module(*inputs, **kwargs)
-        return output if self._output is None or self._output in devices else moved(output, self._output)
+        return output if self._output is None or self._output in devices else move_to(output, self._output)
 
     def _in_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_transforming():
@@ -365,16 +365,16 @@ def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Devic
     """
     rows = _rows([("inputs", inputs), *kwargs.items()], dim)
     if not rows:
-        return PerReplica([moved((inputs, kwargs), devices[0]), *[ABSENT] * (len(devices) - 1)])
+        return PerReplica([move_to((inputs, kwargs), devices[0]), *[ABSENT] * (len(devices) - 1)])
 
     def piece(part: slice, device: Device) -> Tree:
         def narrowed(leaf: Tree) -> Tree:
             is_cut = isinstance(leaf, torch.Tensor) and leaf.dim()
             return leaf.narrow(dim, part.start, part.stop - part.start) if is_cut else leaf
 
-        return moved(map_within(narrowed, (inputs, kwargs)), device) if part.stop > part.start else ABSENT
+        return move_to(map_within(narrowed, (inputs, kwargs)), device) if part.stop > part.start else ABSENT
 
-    parts = in_equal_parts(len(devices), rows)  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
+    parts = split_equally(len(devices), rows)  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
     return PerReplica(list(map(piece, parts, devices)), tuple(part.stop - part.start for part in parts))
 
 
@@ -388,11 +388,11 @@ def put_together(
     """
     columns, spec = columns_of(outputs, replicas, are_results=False, what=f"an {name}")
     names = [path for path, _ in leaves_within(outputs[0], name, is_record=lambda leaf: False)]
-    united = [_united(column, replicas, dim, device, path) for column, path in zip(columns, names, strict=True)]
+    united = [_unite(column, replicas, dim, device, path) for column, path in zip(columns, names, strict=True)]
     return spec.unflatten(united)
 
 
-def moved(tree: Tree, device: Device) -> Tree:
+def move_to(tree: Tree, device: Device) -> Tree:
     """A tree with its tensors on a device. Gradients flow back."""
     target = memory_device(device)
 
@@ -428,14 +428,14 @@ def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
     return first_rows
 
 
-def _united(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str) -> Tree:
+def _unite(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str) -> Tree:
     first = values[0]
     if all(isinstance(value, torch.Tensor) for value in values):
-        return _united_tensors(values, dim, memory_device(device), name)
+        return _unite_tensors(values, dim, memory_device(device), name)
     if all(value is None for value in values):
         return None
     if not is_record(first) or any(type(value) is not type(first) for value in values):
-        return [moved(value, device) for value in values]
+        return [move_to(value, device) for value in values]
     parts = [parts_of(value) for value in values]
     for r, other in zip(replicas, parts, strict=True):
         if other.keys() != parts[0].keys():
@@ -450,7 +450,7 @@ def _united(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: D
     return with_parts(first, united)
 
 
-def _united_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, name: str) -> torch.Tensor:
+def _unite_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, name: str) -> torch.Tensor:
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack([tensor.to(device) for tensor in tensors])
     try:

@@ -36,7 +36,7 @@ from torchstrategy._data.arrays import ArrayDataset
 from torchstrategy._data.batch_types import rows_of
 from torchstrategy._data.dataset import next_of
 from torchstrategy._data.options import DatasetFn, InputOptions
-from torchstrategy._group.reductions import as_axis, as_tensor, summed_along
+from torchstrategy._group.reductions import as_axis, as_tensor, sum_along
 from torchstrategy._parity.options import USUAL_OPTIONS, CommunicationOptions, as_options
 from torchstrategy._variables.kinds import VariablesOfExtended
 from torchstrategy.cluster_resolver import ClusterResolver
@@ -327,7 +327,7 @@ class StrategyExtended(VariablesOfExtended):
                 return fn(*args, **kwargs)
 
         with strategy.scope():
-            return self._called(on_device, devices, args, kwargs, group)
+            return self._call_for_each(on_device, devices, args, kwargs, group)
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree, session: None = None) -> Dataset[Tree]:
         """What `Strategy.experimental_make_numpy_dataset` does.
@@ -451,10 +451,10 @@ class StrategyExtended(VariablesOfExtended):
         return sum(self._workers.all_gather_object(own, "strategy.count_rows"))
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis)[0], (value,), {}, NO_OPTIONS))
+        total = self._reduce(ReduceOp.SUM, self._run(lambda v: sum_along(v, axis)[0], (value,), {}, NO_OPTIONS))
         if op is ReduceOp.SUM:
             return total
-        sizes = self._run(lambda v: torch.tensor(summed_along(v, axis)[1]), (value,), {}, NO_OPTIONS)
+        sizes = self._run(lambda v: torch.tensor(sum_along(v, axis)[1]), (value,), {}, NO_OPTIONS)
         return total / self._reduce(ReduceOp.SUM, sizes)
 
     def _gather(self, value: Tree, axis: int) -> Tree:

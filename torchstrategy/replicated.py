@@ -26,14 +26,14 @@ from torchstrategy._base.trace import traced
 from torchstrategy._base.tree import by_name, map_leaves, tree_flatten, tree_leaves
 from torchstrategy._base.types import Device, ReplicaFn, Tree
 from torchstrategy._copies.replicated_storage import ReplicatedStorage
-from torchstrategy._data.dataset import distributed, distributed_from_function
+from torchstrategy._data.dataset import distribute_dataset, distribute_from_function
 from torchstrategy._data.options import DatasetFn, InputOptions
 from torchstrategy._data.same_rows import mention_reads
 from torchstrategy._group.device_streams import DeviceStreams
 from torchstrategy._group.group import Replica, ReplicaGroup
 from torchstrategy._group.instruments import performed_alone
 from torchstrategy._group.participants import ReplicaWeights
-from torchstrategy._group.reductions import as_axis, as_tensor, combined, gathered
+from torchstrategy._group.reductions import as_axis, as_tensor, gather_values, reduce_values
 from torchstrategy._group.replica_threads import Replicas
 from torchstrategy._group.workers import Workers
 from torchstrategy._parity.cross_device_ops import ON_ONE_DEVICE, CrossDeviceOps
@@ -284,7 +284,7 @@ class ReplicatedExtended(StrategyExtended):
         return next((value for matters, value in of_all if matters), own)
 
     def _of_all_workers(self, put_together: Callable[..., torch.Tensor], value: Tree) -> torch.Tensor:
-        """One tensor of what all workers have of a value; `put_together` is `combined` or `gathered`."""
+        """One tensor of what all workers have of a value; `put_together` is `reduce_values` or `gather_values`."""
         with self._exchanging("strategy.reduce or strategy.gather"):
             check_component_counts([value], self._num_local)
             values, matter = self._parts_of(value)
@@ -312,7 +312,7 @@ class ReplicatedExtended(StrategyExtended):
         names, leaves, put_back = by_name([value for value, _ in pairs])
         self._agree_on_parts(lambda: names)
         reduced = zip(put_back(self._reduce_all(op, leaves, options)), pairs, strict=True)
-        return [map_leaves(partial(given_values.sent, destinations=where), value) for value, (_, where) in reduced]
+        return [map_leaves(partial(given_values.send_to, destinations=where), value) for value, (_, where) in reduced]
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return self._reduce_all(op, [value], USUAL_OPTIONS)[0]
@@ -350,7 +350,7 @@ class ReplicatedExtended(StrategyExtended):
         check_component_counts(reduced, self._num_local)
         apart = [leaf for leaf in reduced if isinstance(leaf, DistributedValues)]
         if self._workers.count > 1:
-            totals = [self._of_all_workers(partial(combined, op, None), value) for value in apart]
+            totals = [self._of_all_workers(partial(reduce_values, op, None), value) for value in apart]
         else:
             # Outside of replicas a variable acts as one tensor. Its values for the replicas are what is reduced.
             values = [value if isinstance(value, PerReplica) else PerReplica(value.values) for value in apart]
@@ -377,14 +377,14 @@ class ReplicatedExtended(StrategyExtended):
         return as_tensor(value).clone()
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        return self._of_all_workers(partial(combined, op, axis), value)
+        return self._of_all_workers(partial(reduce_values, op, axis), value)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         if not isinstance(value, DistributedValues):
-            return given_values.gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
+            return given_values.gather_alone(value, axis) if self._num_replicas_in_sync == 1 else value
 
         def put_together(values: Sequence[Tree], device: Device, workers: Workers, matter: bool) -> torch.Tensor:
-            return gathered(as_axis(axis), values, device, workers, matter)
+            return gather_values(as_axis(axis), values, device, workers, matter)
 
         return self._of_all_workers(put_together, value)
 
@@ -398,16 +398,16 @@ class ReplicatedExtended(StrategyExtended):
         return list(chain.from_iterable(of_all))
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
-        return given_values.sent(tensor, destinations)
+        return given_values.send_to(tensor, destinations)
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
         return distributed_values.local_results(distributed_value, self._num_local)
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
-        return distributed(dataset, self._storage.devices, options, self._workers)
+        return distribute_dataset(dataset, self._storage.devices, options, self._workers)
 
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
-        return distributed_from_function(dataset_fn, self._storage.devices, options, self._workers)
+        return distribute_from_function(dataset_fn, self._storage.devices, options, self._workers)
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         self._storage.take_module(module)

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchstrategy._base import row_errors, tree
 from torchstrategy._base.errors import an, require_type
 from torchstrategy._base.types import Device, Tree
-from torchstrategy._data.arrays import has_dtype, sharing
+from torchstrategy._data.arrays import has_dtype, share_memory
 
 T = TypeVar("T")
 TensorFn = Callable[[torch.Tensor], torch.Tensor]
@@ -113,38 +113,40 @@ def register_batch_type(
             f"register_batch_type({cls.__name__}, ...) takes rows=... and take=lambda batch, rows: ..., which takes "
             "some of them; or neither of the two, and the values, which have no rows, are given whole."
         )
-    checked = _checked(cls, rows or len, take or unchanged, apply or unchanged)
+    checked = _check_functions(cls, rows or len, take or unchanged, apply or unchanged)
     _registered[cls] = Kind(None, unchanged, checked.apply) if rows is None else checked
 
 
-def _checked(cls: type, rows: Callable[[Any], Any], take: Callable[..., Any], apply: Callable[..., Any]) -> Kind:
+def _check_functions(
+    cls: type, rows: Callable[[Any], Any], take: Callable[..., Any], apply: Callable[..., Any]
+) -> Kind:
     """The kind of a type with a user's functions. Their results are checked, as an error would lose rows."""
 
     def told(name: str) -> str:
         return f"The {name} function that {cls.__name__} was registered with"
 
-    def own(name: str, result: Any) -> Any:
+    def check_type(name: str, result: Any) -> Any:
         if not isinstance(result, cls):
             raise TypeError(f"{told(name)} returned {an(type(result).__name__)}, and not a {cls.__name__}.")
         return result
 
-    def counted(value: Any) -> int:
+    def count_rows(value: Any) -> int:
         count = rows(value)
         if not isinstance(count, SupportsIndex) or count < 0:  # type: ignore[operator]
             raise TypeError(f"{told('rows')} returned {count!r}, which is no number of rows.")
         return operator.index(count)
 
-    def taken(value: Any, part: slice) -> Any:
-        result = own("take", take(value, part))
-        found = counted(result)
+    def take_part(value: Any, part: slice) -> Any:
+        result = check_type("take", take(value, part))
+        found = count_rows(result)
         if found != part.stop - part.start:
             raise row_errors.taken_rows_error(told("take"), found, part)
         return result
 
-    def applied(value: Any, fn: TensorFn) -> Any:
-        return own("apply", apply(value, fn))
+    def apply_to_value(value: Any, fn: TensorFn) -> Any:
+        return check_type("apply", apply(value, fn))
 
-    return Kind(counted, taken, applied)
+    return Kind(count_rows, take_part, apply_to_value)
 
 
 def registration_of(value: Any) -> Kind | None:
@@ -171,7 +173,7 @@ class Rows(list[Any]):
     """
 
 
-def exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
+def exchange_lists(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
     """A batch with a `new` in place of each `old`: `Rows` in place of `list`, or the reverse."""
 
     def change(leaf: Any) -> Any:
@@ -246,38 +248,38 @@ def is_registered_within(leaf: Any) -> bool:
     return any(registration_of(value) is not None for value in _parts(leaf))
 
 
-def taken(leaf: Any, rows: slice) -> Any:
+def take_rows(leaf: Any, rows: slice) -> Any:
     """`leaf` with only some rows of all values in it that have rows."""
     return kind_of(leaf).take(leaf, rows)
 
 
-def applied(leaf: Any, fn: TensorFn) -> Any:
+def apply_to_tensors(leaf: Any, fn: TensorFn) -> Any:
     """`leaf` with `fn(tensor)` in place of each tensor. An array of numbers becomes a tensor."""
     if type(leaf) is torch.Tensor:  # a shortcut with the same result
         return leaf if _of_tensor(leaf) is _UNKNOWN else fn(leaf)
     return kind_of(leaf).apply(leaf, fn)
 
 
-def applied_within(batch: Tree, fn: TensorFn) -> Tree:
+def apply_within(batch: Tree, fn: TensorFn) -> Tree:
     """`batch` with `fn(tensor)` in place of each tensor, in new containers."""
-    return tree.map_leaves(functools.partial(applied, fn=fn), batch, is_leaf)
+    return tree.map_leaves(functools.partial(apply_to_tensors, fn=fn), batch, is_leaf)
 
 
 def tensors_within(leaf: Any) -> list[torch.Tensor]:
-    """The tensors that `applied` would change."""
+    """The tensors that `apply_to_tensors` would change."""
     tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
         return tensor
 
-    applied(leaf, note)
+    apply_to_tensors(leaf, note)
     return tensors
 
 
-def moved(batch: Tree, device: Device) -> Tree:
+def move_to(batch: Tree, device: Device) -> Tree:
     """`batch` with each tensor on `device`. Arrays of numbers become tensors."""
-    return applied_within(batch, lambda tensor: tensor.to(device))
+    return apply_within(batch, lambda tensor: tensor.to(device))
 
 
 def _parts(leaf: Any) -> list[Any]:
@@ -348,7 +350,7 @@ def _of_array(array: np.ndarray[Any, Any]) -> Kind:
 
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor that shares the memory of an array, or has a copy of it where torch cannot share the memory."""
-    tensor = sharing(array)
+    tensor = share_memory(array)
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C")) if tensor is None else tensor
 
 
@@ -356,7 +358,7 @@ def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
     """The `apply` of a list of rows. They have no rows of their own, unless the list is one of `Rows`."""
     if all(type(item) in _PLAIN for item in items):
         return items
-    return [applied_within(item, fn) for item in items]
+    return [apply_within(item, fn) for item in items]
 
 
 def _take_nested(tensor: Any, rows: slice) -> torch.Tensor:
@@ -395,7 +397,7 @@ def _apply_to_packed(packed: rnn.PackedSequence, fn: TensorFn) -> rnn.PackedSequ
 
 
 def _take_record(record: Any, rows: slice) -> Any:
-    return tree.with_parts(record, lambda _, part: tree.map_leaves(lambda leaf: taken(leaf, rows), part, is_leaf))
+    return tree.with_parts(record, lambda _, part: tree.map_leaves(lambda leaf: take_rows(leaf, rows), part, is_leaf))
 
 
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
@@ -410,4 +412,4 @@ _SPARSE = Kind(len, lambda tensor, rows: tensor.narrow_copy(0, rows.start, rows.
 _NESTED = Kind(lambda tensor: int(tensor.size(0)), _take_nested, _apply_to_tensor)
 _NUMBERS = Kind(len, operator.getitem, lambda array, fn: fn(_tensor_over(array)))
 _PACKED = Kind(lambda packed: int(packed.batch_sizes[0]), _take_packed, _apply_to_packed)
-_RECORD = Kind(None, _take_record, lambda record, fn: tree.with_parts(record, lambda _, part: applied_within(part, fn)))
+_RECORD = Kind(None, _take_record, lambda record, fn: tree.with_parts(record, lambda _, part: apply_within(part, fn)))

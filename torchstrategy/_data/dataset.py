@@ -17,7 +17,7 @@ from torchstrategy._base.errors import an, plural, unpicklable, warn
 from torchstrategy._base.row_errors import single_elements_error
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._data.options import AutoShardPolicy, DatasetFn, InputContext, InputOptions, InputReplicationMode
-from torchstrategy._data.reading import OnDemand, Prefetcher, Reading, Route, in_step
+from torchstrategy._data.reading import OnDemand, Prefetcher, Reading, Route, next_of_all_workers
 from torchstrategy._data.source import Source, is_map_style
 from torchstrategy._data.steps import OneForEach, SplitSteps, Splitter, share_of
 from torchstrategy._group.workers import Workers, is_refusal
@@ -118,11 +118,11 @@ class DistributedIterator(BatchIterator[T]):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedIterator
     """
 
-    def __init__(self, reading: Reading, splitter: Splitter, ended: Callable[[], None]) -> None:
+    def __init__(self, reading: Reading, splitter: Splitter, restart: Callable[[], None]) -> None:
         self._reading = reading
         self._splitter = splitter
-        self._next = in_step(reading) if splitter.reads_its_own else reading.next
-        self._ended = ended
+        self._next = next_of_all_workers(reading) if splitter.reads_its_own else reading.next
+        self._restart = restart
         self._is_over = False
         weakref.finalize(self, _close, weakref.ref(reading))
 
@@ -140,7 +140,7 @@ class DistributedIterator(BatchIterator[T]):
         try:
             return self._next()  # type: ignore[no-any-return]
         except StopIteration:
-            self._ended()
+            self._restart()
             self.close()
             raise
         except BaseException as error:
@@ -299,11 +299,11 @@ class DistributedDataset(Generic[T]):
         _readings.update(dict.fromkeys(shared, reading))
         positions = [source.position for source in self._splitter.sources]
 
-        def ended() -> None:
+        def restart() -> None:
             for position in positions:
                 position.restart()
 
-        return DistributedIterator(reading, self._splitter, ended)
+        return DistributedIterator(reading, self._splitter, restart)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, T], Any]) -> Any:
         """Calls `state = reduce_func(state, batch)` for every batch, and returns the last state.
@@ -440,7 +440,9 @@ class DistributedDataset(Generic[T]):
             source.load_position(position)
 
 
-def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers) -> DistributedDataset:
+def distribute_dataset(
+    dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers
+) -> DistributedDataset:
     """A dataset whose batches of the global size are split into a part for each device.
 
     Raises:
@@ -492,7 +494,7 @@ def _can_be_sharded(dataset: Any) -> bool:
     return is_plain and dataset.batch_sampler is not None and not isinstance(dataset.dataset, IterableDataset)
 
 
-def distributed_from_function(
+def distribute_from_function(
     dataset_fn: DatasetFn, devices: Sequence[Device], options: InputOptions, workers: Workers
 ) -> DistributedDataset[Any]:
     """A dataset whose elements are not split: each goes to one replica.

@@ -57,7 +57,7 @@ class SplitBatch(NamedTuple):
         own[0] += [piece for column in columns for piece in column[len(self.rows) :]]
         return own
 
-    def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
+    def assemble(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
         if self.spec is None:
             return arrived[0][0]
@@ -69,13 +69,13 @@ class SplitBatch(NamedTuple):
         return self.spec.unflatten([next(values) if type(leaf) is Parts else leaf for leaf in self.leaves])
 
 
-def in_equal_parts(replicas: int, rows: int) -> list[slice]:
+def split_equally(replicas: int, rows: int) -> list[slice]:
     """Contiguous parts of ceil(rows / replicas) rows; the last ones may be smaller or empty."""
     size = -(-rows // replicas)
     return [slice(min(r * size, rows), min((r + 1) * size, rows)) for r in range(replicas)]
 
 
-def in_proportion(shares: Sequence[float]) -> Callable[[int], list[slice]]:
+def split_in_proportion(shares: Sequence[float]) -> Callable[[int], list[slice]]:
     """Contiguous parts whose sizes are in the proportion of `shares`, as nearly as whole rows allow."""
     sums = list(itertools.accumulate(shares))
     parts = [part / sums[-1] for part in sums]
@@ -130,7 +130,7 @@ def share_of(options: InputOptions, replicas: int, workers: Workers) -> Callable
     sizes = options.row_shares
     if sizes is not None and len(sizes) != everyone:
         raise row_errors.row_shares_error(sizes, everyone)
-    cut = functools.partial(in_equal_parts, everyone) if sizes is None else in_proportion(sizes)
+    cut = functools.partial(split_equally, everyone) if sizes is None else split_in_proportion(sizes)
 
     def share(total: int) -> Share:
         of_all = cut(total)
@@ -147,23 +147,23 @@ def _is_leaf_or_empty(value: Any) -> bool:
     return batch_types.is_leaf(value) or (type(value) in (list, tuple) and not value)
 
 
-def _without_rows(leaf: Any) -> Any:
+def _make_empty(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
         return leaf.new_empty(0)
-    return _part(leaf, slice(0, 0))
+    return _take_part(leaf, slice(0, 0))
 
 
-def _part(leaf: Any, rows: slice) -> Any:
+def _take_part(leaf: Any, rows: slice) -> Any:
     """Some rows of a leaf. A part without rows of a registered type is made only if somebody reads it.
 
     The type may not allow a value without rows.
     """
     if rows.start != rows.stop or not batch_types.is_registered_within(leaf):
-        return batch_types.taken(leaf, rows)
+        return batch_types.take_rows(leaf, rows)
 
     def make() -> Any:
         try:
-            return batch_types.taken(leaf, slice(0, 0))
+            return batch_types.take_rows(leaf, slice(0, 0))
         except Exception as error:
             raise row_errors.no_empty_part_error(type(leaf).__name__, error) from error
 
@@ -266,7 +266,7 @@ class Splitter(ABC):
         if self.is_alone:
             return SplitBatch([Parts(elements)], None, (1,))  # it need not have rows
         if self._lists_are_rows:
-            elements = [batch_types.exchanged(element, list, batch_types.Rows) for element in elements]
+            elements = [batch_types.exchange_lists(element, list, batch_types.Rows) for element in elements]
         if are_read and self.may_look:
             # A worker that loads only samples of its own compares their number with the rows of each batch.
             for element in elements:
@@ -306,7 +306,7 @@ class Splitter(ABC):
             value: One such value.
             rows: How many rows such values have, if they have rows. None: the number is not known beforehand.
         """
-        tensor = batch_types.applied(value, lambda tensor: tensor)
+        tensor = batch_types.apply_to_tensors(value, lambda tensor: tensor)
         if not isinstance(tensor, torch.Tensor):
             return type(value)
         shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]  # nested: no int
@@ -383,7 +383,7 @@ class SplitSteps(Splitter):
 
         def parts(leaf: Tree) -> Tree:
             if batch_types.has_rows(leaf):
-                return Parts([_part(leaf, piece) for piece in pieces])
+                return Parts([_take_part(leaf, piece) for piece in pieces])
             tensors = batch_types.tensors_within(leaf)
             is_apart = any(self._is_moved or is_accelerator(tensor.device) for tensor in tensors)
             return Parts([leaf] * len(pieces)) if is_apart else leaf
@@ -402,7 +402,7 @@ class OneForEach(Splitter):
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         first = next(element for element in elements if element is not ABSENT)
         counts = [0 if element is ABSENT else batch_types.rows_of(element) for element in elements]
-        filled = [map_leaves(_without_rows, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]
+        filled = [map_leaves(_make_empty, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]
         try:
             columns, spec = zip_leaves(filled, _is_leaf_or_empty)
         except Unlike as unlike:
@@ -412,7 +412,9 @@ class OneForEach(Splitter):
                 "a dataset yields has to be alike."
             ) from None
         rows = tuple(1 if count is None else count for count in counts)  # an element without rows is one example
-        leaves = [Parts(batch_types.exchanged(part, batch_types.Rows, list) for part in column) for column in columns]
+        leaves = [
+            Parts(batch_types.exchange_lists(part, batch_types.Rows, list) for part in column) for column in columns
+        ]
         return SplitBatch(leaves, spec, rows)
 
 

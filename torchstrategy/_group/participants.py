@@ -51,7 +51,7 @@ class ReplicaWeights:
         fractions: For every replica of this worker, its fraction of the rows: those of all workers add up to 1. If the
             batch does not say the rows, its share.
         reduction: How the gradients of the replicas become one.
-        num_present: How many replicas of all workers take part.
+        count: How many replicas of all workers take part.
         lead_worker: The first worker that has a replica which takes part.
         is_understudy: Whether no replica of this worker takes part. Then the first one runs the step all the same, and
             nothing that it computes counts: see Note [Why a worker without rows runs the step].
@@ -64,7 +64,7 @@ class ReplicaWeights:
     present: tuple[int, ...]
     fractions: tuple[float, ...]
     reduction: ReduceOp
-    num_present: int = 1
+    count: int = 1
     lead_worker: int = 0
     is_understudy: bool = False
     total_weight: float = 1.0
@@ -143,8 +143,8 @@ class ReplicaWeights:
         of_all = [_OfWorker(own, has_news, workers.is_asked_to_leave)]
         if workers.count > 1:
             workers.compare("RunOptions", (reduction, options.run_empty_replicas))
-            told = workers.all_gather_bytes(of_all[0].packed(), "the beginning of a run")
-            of_all = list(map(_OfWorker.unpacked, told))
+            told = workers.all_gather_bytes(of_all[0].pack(), "the beginning of a run")
+            of_all = list(map(_OfWorker.unpack, told))
         of_workers, have_news, are_asked = zip(*of_all, strict=True)
         workers.all_leave = any(are_asked)
         everyone = list(chain.from_iterable(of_workers))
@@ -217,7 +217,7 @@ class ReplicaWeights:
             present or (0,),
             tuple(fractions[here]),
             reduction,
-            num_present=sum(takes_part),
+            count=sum(takes_part),
             lead_worker=takes_part.index(True) // num_replicas if any(takes_part) else 0,
             is_understudy=not present,
             total_weight=1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, shares))),
@@ -291,13 +291,13 @@ class _OfWorker(NamedTuple):
     has_news: bool
     is_asked_to_leave: bool
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         numbers = chain.from_iterable(self.replicas)
         kinds = f"<2?{len(self.replicas) * 'dd2?'}"
         return struct.pack(kinds, self.has_news, self.is_asked_to_leave, *numbers)
 
     @classmethod
-    def unpacked(cls, data: bytes) -> _OfWorker:
+    def unpack(cls, data: bytes) -> _OfWorker:
         count = (len(data) - _HEAD) // _OF_REPLICA
         has_news, is_asked, *numbers = struct.unpack(f"<2?{count * 'dd2?'}", data)
         replicas = []

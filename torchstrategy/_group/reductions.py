@@ -40,7 +40,7 @@ def check_addable(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors[1:]:
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
             raise ValueError(
-                f"The replicas' values cannot be added: {_described(tensors)}. They must be of one shape and dtype; "
+                f"The replicas' values cannot be added: {_describe(tensors)}. They must be of one shape and dtype; "
                 "with `axis=0`, Strategy.reduce also reduces each replica's rows, whose numbers may differ."
             )
 
@@ -76,16 +76,16 @@ def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
         fits = tensor.dim() == first.dim() and tensor.dtype == first.dtype
         if not fits or any(tensor.shape[i] != first.shape[i] for i in others):
             raise ValueError(
-                f"The replicas' values cannot be gathered along axis {axis}: {_described(tensors)}. They may differ "
+                f"The replicas' values cannot be gathered along axis {axis}: {_describe(tensors)}. They may differ "
                 "only in the size of that axis."
             )
 
 
-def _described(tensors: Sequence[torch.Tensor]) -> str:
+def _describe(tensors: Sequence[torch.Tensor]) -> str:
     return " and ".join(dict.fromkeys(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors))
 
 
-def combined(
+def reduce_values(
     op: ReduceOp,
     axis: int | tuple[int, ...] | None,
     values: Sequence[Tree],
@@ -110,7 +110,7 @@ def combined(
         ValueError: If there is no such axis, or what is added differs in shape.
         TypeError: If `axis` is neither an integer nor a tuple of them.
     """
-    sums, sizes = zip(*((as_tensor(v), 1) if axis is None else summed_along(v, axis) for v in values), strict=True)
+    sums, sizes = zip(*((as_tensor(v), 1) if axis is None else sum_along(v, axis) for v in values), strict=True)
     check_addable(sums)
     total, size = sum_on(sums, device), sum(sizes)
     if not matter:
@@ -119,7 +119,7 @@ def combined(
     return total if op is ReduceOp.SUM else total / everyones.item()
 
 
-def summed_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor, int]:
+def sum_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor, int]:
     """The sum of one value along one axis or several axes, and how many rows were added for each of its elements.
 
     Raises:
@@ -138,10 +138,10 @@ def summed_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor
     return total, math.prod(tensor.shape[a] for a in axes)
 
 
-def gathered(
+def gather_values(
     axis: int, values: Sequence[Tree], device: Device, workers: Workers = LONE, matter: bool = True
 ) -> torch.Tensor:
-    """The values of all workers, concatenated along `axis`, on `device`. The arguments are as for `combined`.
+    """The values of all workers, concatenated along `axis`, on `device`. The arguments are as for `reduce_values`.
 
     Raises:
         ValueError: If they are scalars, there is no such axis, or they differ elsewhere than along it.

@@ -64,17 +64,17 @@ def devices_of_each(pairs: Sequence[Pair]) -> list[list[Device]]:
     return [devices[id(where)] for _, where in pairs]
 
 
-def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:
+def deliver(value: torch.Tensor, destinations: Destinations) -> Tree:
     """`value` on its destinations: a tensor, or a mirrored value if there are several. It may return `value` itself."""
-    return as_meant(copied_to(value, devices_of(destinations)), destinations)
+    return shape_as_meant(copy_to_each(value, devices_of(destinations)), destinations)
 
 
-def copied_to(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
+def copy_to_each(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
     """`value` on each of several devices; on the first, `value` itself if it is there. Nobody else may write on it."""
     return [value.to(device, copy=i > 0) for i, device in enumerate(devices)]
 
 
-def as_meant(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
+def shape_as_meant(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
     """Equal tensors, one on each device of the destinations, as one value."""
     if not isinstance(destinations, DistributedValues) or len(destinations._components) == 1:
         return copies[0]
@@ -142,10 +142,10 @@ class CrossDeviceOps:
                 dtype, or an option asks for what cannot be done.
             NotImplementedError: If the class does not say how.
         """
-        checked, options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
+        checked, options = self._check("reduce", reduce_op, [(per_replica_value, destinations)], options)
         ((value, where),) = checked
-        if _is_there(value, where):
-            return _delivered(value, where)
+        if _is_delivered(value, where):
+            return _deliver_first(value, where)
         return self.reduce_implementation(reduce_op, value, where, options)
 
     def batch_reduce(
@@ -171,9 +171,9 @@ class CrossDeviceOps:
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(f"batch_reduce takes (value, destinations) pairs; got {pair!r}.")
-        checked, options = self._checked("batch_reduce", reduce_op, pairs, options)
-        if all(_is_there(value, where) for value, where in checked):
-            return [_delivered(value, where) for value, where in checked]
+        checked, options = self._check("batch_reduce", reduce_op, pairs, options)
+        if all(_is_delivered(value, where) for value, where in checked):
+            return [_deliver_first(value, where) for value, where in checked]
         return self.batch_reduce_implementation(reduce_op, checked, options)
 
     def broadcast(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
@@ -239,7 +239,7 @@ class CrossDeviceOps:
             tensor: The tensor that is copied.
             destinations: The destinations of the copies.
         """
-        return delivered(tensor.clone(), destinations)
+        return deliver(tensor.clone(), destinations)
 
     def _check_devices(self, devices: Sequence[Device]) -> None:
         """Raises an error if this class cannot all-reduce among these devices. It needs no values yet.
@@ -283,7 +283,7 @@ class CrossDeviceOps:
             )
         return found
 
-    def _checked(
+    def _check(
         self, method: str, reduce_op: object, pairs: Sequence[_Given], options: CommunicationOptions | None
     ) -> tuple[list[Pair], CommunicationOptions]:
         if not isinstance(reduce_op, ReduceOp):
@@ -307,11 +307,11 @@ def _of_tensors(value: object) -> DistributedValues:
     return PerReplica([as_tensor(component) for component in value.values])
 
 
-def _delivered(value: DistributedValues, destinations: Destinations) -> Tree:
-    return delivered(value.values[0].clone(), destinations)
+def _deliver_first(value: DistributedValues, destinations: Destinations) -> Tree:
+    return deliver(value.values[0].clone(), destinations)
 
 
-def _is_there(value: DistributedValues, destinations: Destinations) -> bool:
+def _is_delivered(value: DistributedValues, destinations: Destinations) -> bool:
     """Whether a value is one tensor that is already on its destination."""
     return len(value.values) == 1 and devices_of(value) == devices_of(destinations)
 
@@ -334,7 +334,9 @@ class _ByRoutes(CrossDeviceOps):
         for index, (_, destinations) in enumerate(value_destination_pairs):
             count = len(columns[index]) if reduce_op is ReduceOp.MEAN else 1
             copies = [total / count if count > 1 else total for total in totals[index]]  # one value keeps its dtype
-            results.append(as_meant(copies if len(copies) > 1 else copied_to(copies[0], places[index]), destinations))
+            results.append(
+                shape_as_meant(copies if len(copies) > 1 else copy_to_each(copies[0], places[index]), destinations)
+            )
         return results
 
     @abstractmethod

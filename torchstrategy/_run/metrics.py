@@ -78,12 +78,12 @@ class Metric:
             local = self.local[r]
             local["_computed"] = None
             if original["dist_sync_fn"] is None and len(present) * self.workers.count > 1:
-                local["dist_sync_fn"], local["distributed_available_fn"] = _gathered, is_in_replica
+                local["dist_sync_fn"], local["distributed_available_fn"] = _gather, is_in_replica
             for name in states_of(original):
                 # States that are means are averaged over the replicas, so all replicas go on from the user's.
                 goes_on = (leads and r == present[0]) or _kind(original, name) == _MEAN
                 state = _on(self.devices[r], original[name] if goes_on else original["_defaults"][name], copy=True)
-                local[name], self._given[r, name] = state, _noted(state)
+                local[name], self._given[r, name] = state, _note_state(state)
 
     def put_together(self, replica_weights: ReplicaWeights) -> None:
         """After a run: computes the states with the counts of the replicas of all processes, for `write_back`.
@@ -93,7 +93,7 @@ class Metric:
         """
         fractions = [(r, replica_weights.fractions[r]) for r in replica_weights.present]
         names = dict.fromkeys(name for _, name in self._given)
-        own = {name: [self._counted(name, r, fraction) for r, fraction in fractions] for name in names}
+        own = {name: [self._count_of(name, r, fraction) for r, fraction in fractions] for name in names}
         here = {} if replica_weights.is_understudy else own  # an understudy has counted nothing
         touched = [name for name, counted in here.items() if any(one.is_touched for one in counted)]
         point = f"the states of {self.name}"
@@ -120,10 +120,12 @@ class Metric:
         default = self.original["_defaults"][name]
         return default.device if isinstance(default, torch.Tensor) else self.original["_device"]
 
-    def _counted(self, name: str, r: int, fraction: float) -> _Counted:
+    def _count_of(self, name: str, r: int, fraction: float) -> _Counted:
         """What one replica has counted, on the device of the user's metric."""
         state = self.local[r][name]
-        return _Counted(_on(self._device_of(name), state), not are_same(self._given[r, name], _noted(state)), fraction)
+        return _Counted(
+            _on(self._device_of(name), state), not are_same(self._given[r, name], _note_state(state)), fraction
+        )
 
     def write_back(self) -> None:
         """Writes the states on the user's metric."""
@@ -204,7 +206,7 @@ def states_of(inside: Inside) -> list[str]:
     return [name for name in inside["_defaults"] if name in inside] if is_metric(inside) else []
 
 
-def _gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
+def _gather(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     """Gathers a tensor of each replica. A metric calls this when it is computed in a replica."""
     group = group_here("compute() of a metric")
     assert group is not None, "outside of replicas a metric has counted everything"
@@ -213,7 +215,7 @@ def _gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     def together(brought: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         here = list(brought)
         if group.workers.count > 1:
-            counted = [] if group.run.is_understudy else [one.cpu() for one in here]
+            counted = [] if group.participants.is_understudy else [one.cpu() for one in here]
             here = [one for of_worker in group.workers.all_gather_object(counted, point) for one in of_worker]
         return [here] * len(brought)
 
@@ -233,7 +235,7 @@ def _kind(original: Inside, name: str) -> str:
 _MEAN = "dim_zero_mean"
 
 
-def _noted(state: Any) -> list[object]:
+def _note_state(state: Any) -> list[object]:
     """A list that differs, item by item, after the state was written or replaced."""
     return [*state, state] if isinstance(state, list) else [state, version(state)]
 

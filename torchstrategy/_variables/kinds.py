@@ -348,7 +348,7 @@ class VariablesOfExtended:
         components: Sequence[Any] = var._components if isinstance(var, DistributedVariable) else (var,)
         opened = var.updating() if isinstance(var, MirroredVariable) else nullcontext()
         with Frame(self._container_strategy()), opened:
-            return self._called(fn, components, args, kwargs, group)
+            return self._call_for_each(fn, components, args, kwargs, group)
 
     def colocate_vars_with(self, colocate_with_variable: torch.Tensor) -> AbstractContextManager[None]:
         """A block in which variables are created on the devices of another one; in a strategy, all of them are there.
@@ -432,7 +432,7 @@ class VariablesOfExtended:
     def _missing(self, name: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} does not bring {name}, which this needs: define it there.")
 
-    def _called(
+    def _call_for_each(
         self, fn: Callable[..., Tree], places: Sequence[Any], args: Sequence[Tree], kwargs: Any, group: bool
     ) -> Tree:
         """What `fn` returns for each of several places, each with its components of the arguments, put together."""

@@ -83,8 +83,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalises a batch, of which each replica has some rows."""
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         group = group_here("SyncBatchNorm") if uses_batch else None
-        if group is not None and group.run.num_present > 1:
-            return self._synchronised(input, group)
+        if group is not None and group.participants.count > 1:
+            return self._synchronise(input, group)
         return nn.BatchNorm1d.forward(self, input)
 
     @classmethod
@@ -136,7 +136,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                     parent.register_module(name, news[id(child)])
         return news.get(id(module), module)
 
-    def _synchronised(self, input: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
+    def _synchronise(self, input: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         if input.shape[1] != self.num_features:
@@ -158,7 +158,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             # saves nothing of it: the user's hooks for saved tensors may be made for floating-point numbers only.
             brought = torch.zeros_like(brought) + brought[:0].sum()
         gathered = group.all_gather([brought.unsqueeze(0)], axis=0, name="SyncBatchNorm")[0]
-        total, reference, offset, variance = _combined(gathered)
+        total, reference, offset, variance = _combine(gathered)
         # The total is on the device, and to read it is to wait for the device. A replica with two values knows without
         # that there are enough.
         known = int(total[0]) if count <= 1 else count
@@ -195,7 +195,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 hide_from_compiler(SyncBatchNorm.forward)
 
 
-def _combined(gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _combine(gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """How many values all replicas have of each channel, a reference point, the mean relative to it, and the variance.
 
     Args:

@@ -47,7 +47,7 @@ from topologies import central, compute_devices
 from torchstrategy import InputOptions, register_batch_type
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.streams import memory_of
-from torchstrategy._data.steps import in_proportion
+from torchstrategy._data.steps import split_in_proportion
 
 STRATEGIES = {replicas: central(replicas) for replicas in range(1, 4)}
 ONE_DEVICE = torchstrategy.OneDeviceStrategy(compute_devices(1)[0])
@@ -581,7 +581,7 @@ shares = st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=1, max
 @quickly
 @given(shares, st.integers(0, 10_000))
 def test_each_piece_is_less_than_a_row_away_from_its_share(shares: list[float], rows: int) -> None:
-    slices = in_proportion(shares)(rows)
+    slices = split_in_proportion(shares)(rows)
     assert [row for piece in slices for row in range(piece.start, piece.stop)] == list(range(rows))
     assert all(piece.start <= piece.stop for piece in slices)
     total = sum(map(Fraction, shares))
@@ -594,7 +594,7 @@ def test_each_piece_is_less_than_a_row_away_from_its_share(shares: list[float], 
 @quickly
 @given(st.integers(1, 8), st.integers(0, 1000), st.floats(1e-3, 1e3))
 def test_equal_shares_give_equal_pieces(replicas: int, rows: int, share: float) -> None:
-    sizes = [piece.stop - piece.start for piece in in_proportion([share] * replicas)(rows)]
+    sizes = [piece.stop - piece.start for piece in split_in_proportion([share] * replicas)(rows)]
     assert max(sizes) - min(sizes) == (1 if rows % replicas else 0)
 
 

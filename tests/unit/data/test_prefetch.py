@@ -21,7 +21,7 @@ from conditions import needs_simulated_devices
 from loaders import AHEAD, HANG, ON_DEMAND, Loader, Rows, batch_numbers, both_ways, prefetchers, rows_of
 from topologies import central, compute_devices
 from torchstrategy import InputOptions, RunOptions, Strategy
-from torchstrategy._data.steps import in_equal_parts
+from torchstrategy._data.steps import split_equally
 
 pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure", "nothing_left")
 
@@ -185,7 +185,7 @@ def check_stream(loader: Any, replicas: int, options: InputOptions | None) -> No
     for step, batch in zip(steps, expected, strict=True):
         for dealt_out, whole in zip(step, batch, strict=True):
             pieces = strategy.experimental_local_results(dealt_out)
-            slices = in_equal_parts(replicas, len(whole))
+            slices = split_equally(replicas, len(whole))
             assert [piece.tolist() for piece in pieces] == [whole[rows].tolist() for rows in slices]
 
 

@@ -58,7 +58,7 @@ from torchstrategy._copies.gradients.replica_gradients import (
 from torchstrategy._copies.gradients.user_gradients import UserGradients
 from torchstrategy._copies.gradients.worker_gradients import WorkerReduction
 from torchstrategy._copies.gradients.written_gradients import can_be_chosen, choose
-from torchstrategy._group.instruments import combined_gradients
+from torchstrategy._group.instruments import tell_combined_gradients
 from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy._group.transfer import copy_to, equal
 from torchstrategy._group.weighing import add_weighted, weighted_sum
@@ -343,7 +343,7 @@ class GradientReducer:
             if hooked := sorted(combined.keys() & seen):
                 self._send_through_hooks(hooked, [combined[index] for index in hooked])
         if combined and len(self.of_replicas) > 1:
-            combined_gradients()
+            tell_combined_gradients()
 
     def _over_workers(
         self, before: list[torch.Tensor | None], combined: dict[int, torch.Tensor], seen: set[int]

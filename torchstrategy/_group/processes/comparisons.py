@@ -27,7 +27,7 @@ def by_name(value: object) -> dict[str, str]:
 _Compared = Sequence[tuple[str, dict[str, str]]]  # by what it is called, the parts of each thing
 
 
-def told_apart(of_all: Sequence[tuple[str, _Compared]]) -> str:
+def describe_difference(of_all: Sequence[tuple[str, _Compared]]) -> str:
     """What to say of workers that are at different exchanges, or compare different values at one.
 
     Args:
@@ -55,7 +55,7 @@ def _differing(compared: _Compared, of_all: Sequence[tuple[str, _Compared]]) -> 
     return found
 
 
-def apart_in_groups(places: Mapping[int, str], names: Sequence[str]) -> tuple[str, list[int]]:
+def describe_standstill(places: Mapping[int, str], names: Sequence[str]) -> tuple[str, list[int]]:
     """What to say where workers wait in different groups, and who is to blame.
 
     Args:
@@ -85,7 +85,7 @@ class ComparedBytes:
         # By name, what was compared last, and its bytes: mostly, the same object is compared again.
         self._made: dict[str, tuple[object, bytes]] = {}
 
-    def joined(self, place: str, compared: Sequence[tuple[str, object]]) -> bytes:
+    def join(self, place: str, compared: Sequence[tuple[str, object]]) -> bytes:
         """The bytes of a place, and of values that are compared there, each with what it is called."""
         parts = [place.encode()]
         for what, value in compared:
