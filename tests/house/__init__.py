@@ -65,5 +65,3 @@ file imports only files that stand before it in its room's docstring.
     testing                simulated devices, and checks for tests of the user's own
     compat                 the names of TensorFlow 1
 """
-
-"""The rooms of the package: a picture of them, the way of a step through them, and what CONTRIBUTING says of them."""

@@ -34,7 +34,7 @@ from torchstrategy._base import torch_internals
 #
 # What is no gradient is weighed where it is put together. The loss of an optimizer with a closure: in
 # `_copies/replicated_run` and `_run/own/own_objects`. By fractions of the rows, whatever gradients are weighed by:
-# running statistics in `_copies/modules/running_statistics` and `_run/own/pack_memory`, and states of metrics in
+# running statistics in `_copies/modules/replicated_modules` and `_run/own/pack_memory`, and states of metrics in
 # `_run/metrics`.
 
 
