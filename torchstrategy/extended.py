@@ -320,7 +320,8 @@ class StrategyExtended(VariablesOfExtended):
         places = colocate_with if isinstance(colocate_with, (list, tuple)) else [colocate_with]
         if not places:
             raise ValueError("update_non_slot(colocate_with=()) names no device to call its function for.")
-        devices = [canonical_device(one.device if isinstance(one, torch.Tensor) else one) for one in places]
+        named = [one.device if isinstance(one, torch.Tensor) else one for one in places]
+        devices = [canonical_device(one) for one in named]
 
         def on_device(device: Device, /, *args: Tree, **kwargs: Tree) -> Tree:
             with in_use(device):
@@ -429,7 +430,9 @@ class StrategyExtended(VariablesOfExtended):
             return self._reduce(ReduceOp.MEAN, value)
         products, sizes = _weighted_parts(value, weights)
         mean = self._reduce(ReduceOp.SUM, products) / self._reduce(ReduceOp.SUM, sizes)
-        dtype = as_tensor((value.values or (getattr(value, "understudy", mean),))[0]).dtype
+        # A worker whose replicas have no rows has a value that tells the dtype.
+        shown = value.values[0] if value.values else getattr(value, "understudy", mean)
+        dtype = as_tensor(shown).dtype
         return mean.to(dtype) if dtype.is_floating_point or dtype.is_complex else mean
 
     def _count_rows(self, batch: Tree) -> int:
@@ -542,14 +545,20 @@ def _weighted_parts(value: DistributedValues, weights: Tree) -> tuple[PerReplica
         ValueError: If it is not known how much a replica weighs.
         TypeError: If a component, or a weight, is no number.
     """
-    components, found = value._components, _weights(weights, len(value._components))
-    pairs = [(ABSENT, ABSENT) if v is ABSENT else _pair(v, w) for v, w in zip(components, found, strict=True)]
+    components = value._components
+    products: list[Tree] = []
+    sizes: list[Tree] = []
+    for component, weight in zip(components, _weights(weights, len(components)), strict=True):
+        product, size = (ABSENT, ABSENT) if component is ABSENT else _multiply(component, weight)
+        products.append(product)
+        sizes.append(size)
     spare = getattr(value, "understudy", None)  # of a worker without rows: what it would bring does not count
-    product, size = (None, None) if spare is None else _pair(spare, 0)
-    return PerReplica([p for p, _ in pairs], understudy=product), PerReplica([w for _, w in pairs], understudy=size)
+    product, size = (None, None) if spare is None else _multiply(spare, 0)
+    return PerReplica(products, understudy=product), PerReplica(sizes, understudy=size)
 
 
-def _pair(component: Tree, weight: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+def _multiply(component: Tree, weight: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """A component times its weight, and the weight, as tensors."""
     if weight is ABSENT:
         raise ValueError("weights=... has no weight for a replica that has a value: give the batch of the same step.")
     tensor = as_tensor(component)
@@ -571,8 +580,8 @@ def _weights(weights: Tree, count: int) -> Sequence[Tree]:
         return weights._components
     if isinstance(weights, (list, tuple)) and not found and len(weights) == count:
         return weights
+    got = f"a batch that was split with different rows, {sorted(rows)}" if rows else f"{weights!r}"
     raise ValueError(
         "weights=... says how much each replica weighs: give the batch that the strategy split, what strategy.run "
-        f"returned, such as a count of tokens, or a list of {plural(count, 'number')}, one for each replica. Got "
-        + (f"a batch that was split with different rows, {sorted(rows)}." if rows else f"{weights!r}.")
+        f"returned, such as a count of tokens, or a list of {plural(count, 'number')}, one for each replica. Got {got}."
     )

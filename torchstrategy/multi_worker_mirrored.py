@@ -248,7 +248,14 @@ def _place_in_cluster(resolver: ClusterResolver) -> WorkerPlace:
     addresses = [spec.task_address(job, i) for job, i in training]
     rank = training.index((kind, index))
     hosts = [address.rpartition(":")[0] for address in addresses]
-    return WorkerPlace(rank, len(training), addresses[0], hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
+    own_host = hosts[rank]
+    return WorkerPlace(
+        rank=rank,
+        num_workers=len(training),
+        address=addresses[0],
+        local_rank=hosts[:rank].count(own_host),
+        local_count=hosts.count(own_host),
+    )
 
 
 def _own_devices(place: WorkerPlace) -> list[Device]:

@@ -175,12 +175,14 @@ class ReplicaContext:
             TypeError: If a value cannot be added.
         """
         group = self._require_active("all_reduce")
+
+        def devices() -> list[Device]:
+            return [self._strategy.extended._device_of(r) for r in group.participants.present]
+
         with refusing():
             op = ReduceOp.of(reduce_op)
             said = as_options("all_reduce", options)
-            check_usable(
-                "all_reduce", said, lambda: [self._strategy.extended._device_of(r) for r in group.participants.present]
-            )
+            check_usable("all_reduce", said, devices)
             names, leaves, put_back = by_name(value)
             tensors = [as_tensor(leaf) for leaf in leaves]
         if not leaves:

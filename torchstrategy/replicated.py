@@ -354,16 +354,18 @@ class ReplicatedExtended(StrategyExtended):
         else:
             # Outside of replicas a variable acts as one tensor. Its values for the replicas are what is reduced.
             values = [value if isinstance(value, PerReplica) else PerReplica(value.values) for value in apart]
-            pairs = [(value, self._storage.parameter_device) for value in values]
-            if len(pairs) == 1:
-                ((value, where),) = pairs
-                totals = [self._ops.reduce(op, value, where, options)]
+            where = self._storage.parameter_device
+            if len(values) == 1:
+                totals = [self._ops.reduce(op, values[0], where, options)]
             else:
-                totals = self._ops.batch_reduce(op, pairs, options)
-            if op is ReduceOp.MEAN:  # that of integers is of torch's default dtype, also if one replica was present
-                totals = [t / 1 if len(v.values) == 1 else t for t, v in zip(totals, values, strict=True)]
-        ordered = iter(totals)
-        return [next(ordered) if isinstance(leaf, DistributedValues) else leaf for leaf in reduced]
+                totals = self._ops.batch_reduce(op, [(value, where) for value in values], options)
+            if op is ReduceOp.MEAN:
+                for i, value in enumerate(values):
+                    # The mean of integers is of torch's default dtype, also if one replica was present.
+                    if len(value.values) == 1:
+                        totals[i] = totals[i] / 1
+        in_order = iter(totals)
+        return [next(in_order) if isinstance(leaf, DistributedValues) else leaf for leaf in reduced]
 
     def _without_sending(self, op: ReduceOp, value: Tree) -> Tree:
         """The sum or mean of a value that is known to be the same in all replicas; else the value itself."""

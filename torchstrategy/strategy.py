@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import wraps
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast, final, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, cast, final, overload
 
 import torch
 from torch import nn
@@ -68,13 +68,21 @@ def _says_axis(reduce: F) -> F:
     return cast(F, checked)
 
 
+class _Entry(NamedTuple):
+    """One entry into a scope that was not left yet."""
+
+    thread: int
+    frame: Frame | None  # the current one of the thread, right after it
+    stack: ExitStack  # what leaving undoes
+
+
 @final
 class StrategyScope(Generic[S]):
     """What `Strategy.scope` returns. May be entered several times, also within itself."""
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
-        self._entries: list[tuple[int, Frame | None, ExitStack]] = []  # the first is the thread
+        self._entries: list[_Entry] = []
 
     def __enter__(self) -> S:
         strategy, current = self._strategy, current_frame()
@@ -88,18 +96,20 @@ class StrategyScope(Generic[S]):
                     f"Must not nest the default strategy's scope in the scope of {current.strategy!r}. Leave that "
                     "scope: outside of scopes the default strategy is the current one."
                 )
-            self._entries.append((get_ident(), current_frame(), stack.pop_all()))
+            self._entries.append(_Entry(get_ident(), current_frame(), stack.pop_all()))
         return strategy
 
     def __exit__(self, *exception: Any) -> None:
-        here = [entry for entry in self._entries if entry[0] == get_ident() and entry[1] is current_frame()]
+        thread, frame = get_ident(), current_frame()
+        here = [entry for entry in self._entries if entry.thread == thread and entry.frame is frame]
         if not here:
             raise RuntimeError(
                 f"Scope nesting error: the scope of {self._strategy!r} was left, and it is not the one that was "
                 "entered last on this thread. Leave scopes in the reverse order of entering them; `with` does."
             )
-        self._entries.remove(here[-1])
-        here[-1][2].__exit__(*exception)
+        last = here[-1]
+        self._entries.remove(last)
+        last.stack.__exit__(*exception)
 
 
 class StrategyBase:

@@ -61,7 +61,10 @@ class ArrayDataset(Dataset[Tree]):
         leaves = leaves_within(numpy_input, "numpy_input", _is_list, is_record=lambda leaf: False)
         named = [(name, _as_array(name, leaf)) for name, leaf in leaves]
         self._rows = _rows(named)
-        self._columns = [array if (shared := share_memory(array)) is None else shared for _, array in named]
+        self._columns: list[_Array] = []
+        for _, array in named:
+            shared = share_memory(array)
+            self._columns.append(array if shared is None else shared)
         self._shape = tree_flatten(numpy_input, _is_list)[1]
 
     def __len__(self) -> int:

@@ -230,7 +230,8 @@ def rows_of(batch: Tree) -> int | None:
         return list(tree.leaves_within(batch, "batch", is_leaf, _is_record))[index][0]
 
     counts: dict[int, int] = {}  # for each number of rows, the index of the first value that has it
-    for index, value in enumerate([part for leaf in tree.tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]):
+    values = [part for leaf in tree.tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]
+    for index, value in enumerate(values):
         kind = kind_of(value)
         if kind is _UNKNOWN:
             what, to_do = _unknown(value)
@@ -238,8 +239,8 @@ def rows_of(batch: Tree) -> int | None:
         if kind.rows is not None:
             counts.setdefault(kind.rows(value), index)
     if len(counts) > 1:
-        (rows, first), (count, other), *_ = counts.items()
-        raise row_errors.unequal_leaves_error(name_of(first), rows, name_of(other), count)
+        (rows, first), (other_rows, other), *_ = counts.items()
+        raise row_errors.unequal_leaves_error(name_of(first), rows, name_of(other), other_rows)
     return next(iter(counts), None)
 
 
@@ -392,8 +393,13 @@ def _take_packed(packed: rnn.PackedSequence, rows: slice) -> rnn.PackedSequence:
 
 
 def _apply_to_packed(packed: rnn.PackedSequence, fn: TensorFn) -> rnn.PackedSequence:
-    order, back = (None if order is None else fn(order) for order in (packed.sorted_indices, packed.unsorted_indices))
-    return rnn.PackedSequence(fn(packed.data), packed.batch_sizes, order, back)  # torch requires the sizes on the CPU
+    order, back = packed.sorted_indices, packed.unsorted_indices
+    return rnn.PackedSequence(
+        fn(packed.data),
+        packed.batch_sizes,  # torch requires them on the CPU
+        None if order is None else fn(order),
+        None if back is None else fn(back),
+    )
 
 
 def _take_record(record: Any, rows: slice) -> Any:

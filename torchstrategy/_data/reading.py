@@ -107,7 +107,8 @@ class Route:
             return moved[-1]
 
         sent = [self._send_later(part) if type(part) is Unmade else apply_within(part, move) for part in parts]
-        return StagedBatch(sent, moved, [stream.record_event()] if moved and stream is not None else [])
+        events = [stream.record_event()] if moved and stream is not None else []
+        return StagedBatch(sent, moved, events)
 
     def _send_later(self, piece: Unmade) -> Unmade:
         return Unmade(lambda: piece.make() if self.device is None else move_to(piece.make(), self.device))
@@ -234,10 +235,12 @@ class Reading(ABC):
 
     def _marks(self) -> list[Callable[[], None]]:
         """The functions that say of each epoch that the consumer has received what was read until now."""
-        return [
-            partial(one.position.reach, one.count, one.source.state_of_loader() if self._is_ahead else None)
-            for one in self._passes
-        ]
+        marks = []
+        for one in self._passes:
+            # Where nothing is read ahead, the loader is asked for its state when somebody saves it.
+            state = one.source.state_of_loader() if self._is_ahead else None
+            marks.append(partial(one.position.reach, one.count, state))
+        return marks
 
 
 @final

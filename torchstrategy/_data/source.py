@@ -476,8 +476,10 @@ def _generators(*loaders: Any) -> list[torch.Generator]:
         for name, value in list(getattr(part, "__dict__", {}).items()):
             if isinstance(value, torch.Generator):
                 found[id(value)] = value
-            elif name in _OF_THE_ORDER or isinstance(value, (Sampler, IterableDataset, DataLoader)):
-                parts += [] if any(value is known for known in parts) else [value]
+                continue
+            draws = name in _OF_THE_ORDER or isinstance(value, (Sampler, IterableDataset, DataLoader))
+            if draws and not any(value is known for known in parts):
+                parts.append(value)
     return list(found.values())
 
 

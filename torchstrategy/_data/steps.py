@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -52,10 +52,16 @@ class SplitBatch(NamedTuple):
 
     def parts(self) -> list[list[Tree]]:
         """For each replica, its parts of the leaves that were split; and for the first one what it has to spare."""
-        columns = [leaf for leaf in self.leaves if type(leaf) is Parts]
-        own = [[column[r] for column in columns] for r in range(len(self.rows))]
-        own[0] += [piece for column in columns for piece in column[len(self.rows) :]]
-        return own
+        count = len(self.rows)
+        of_replicas: list[list[Tree]] = [[] for _ in range(count)]
+        spare: list[Tree] = []
+        for leaf in self.leaves:
+            if type(leaf) is Parts:
+                for r in range(count):
+                    of_replicas[r].append(leaf[r])
+                spare += leaf[count:]
+        of_replicas[0] += spare
+        return of_replicas
 
     def assemble(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
@@ -64,9 +70,13 @@ class SplitBatch(NamedTuple):
         count = len([leaf for leaf in self.leaves if type(leaf) is Parts])
         columns = zip(*(parts[:count] for parts in arrived), strict=True)
         with_spare = itertools.zip_longest(columns, arrived[0][count:])
-        of_all, read = self.rows_of_all, self.read
-        values = iter([PerReplica(c, self.rows, spare, rows_of_all=of_all, read=read) for c, spare in with_spare])
-        return self.spec.unflatten([next(values) if type(leaf) is Parts else leaf for leaf in self.leaves])
+        leaves: list[Tree] = []
+        for leaf in self.leaves:
+            if type(leaf) is Parts:
+                column, spare = next(with_spare)
+                leaf = PerReplica(column, self.rows, spare, rows_of_all=self.rows_of_all, read=self.read)
+            leaves.append(leaf)
+        return self.spec.unflatten(leaves)
 
 
 def split_equally(replicas: int, rows: int) -> list[slice]:
@@ -136,8 +146,11 @@ def share_of(options: InputOptions, replicas: int, workers: Workers) -> Callable
         of_all = cut(total)
         slices = of_all[first : first + replicas]
         has_rows = any(piece.stop > piece.start for piece in slices)
-        rows_of_all = None if is_own else tuple(piece.stop - piece.start for piece in of_all)
-        return Share(slices, None if has_rows or not total else of_all[0], rows_of_all)
+        borrowed = None if has_rows or not total else of_all[0]
+        rows_of_all = None
+        if not is_own:
+            rows_of_all = tuple([piece.stop - piece.start for piece in of_all])
+        return Share(slices, borrowed, rows_of_all)
 
     return share
 
@@ -309,7 +322,8 @@ class Splitter(ABC):
         tensor = batch_types.apply_to_tensors(value, lambda tensor: tensor)
         if not isinstance(tensor, torch.Tensor):
             return type(value)
-        shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]  # nested: no int
+        # A size of a nested tensor that differs from row to row is no integer.
+        shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]
         if self.sources[0].is_batched and batch_types.has_rows(value):
             shape[0] = rows
         return TensorSpec(tuple(shape), tensor.dtype)
@@ -401,8 +415,16 @@ class OneForEach(Splitter):
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         first = next(element for element in elements if element is not ABSENT)
-        counts = [0 if element is ABSENT else batch_types.rows_of(element) for element in elements]
-        filled = [map_leaves(_make_empty, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]
+        rows: list[int] = []
+        filled: list[Tree] = []
+        for element in elements:
+            if element is ABSENT:
+                rows.append(0)
+                filled.append(map_leaves(_make_empty, first, batch_types.is_leaf))
+            else:
+                count = batch_types.rows_of(element)
+                rows.append(1 if count is None else count)  # an element without rows is one example
+                filled.append(element)
         try:
             columns, spec = zip_leaves(filled, _is_leaf_or_empty)
         except Unlike as unlike:
@@ -411,14 +433,21 @@ class OneForEach(Splitter):
                 f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that "
                 "a dataset yields has to be alike."
             ) from None
-        rows = tuple(1 if count is None else count for count in counts)  # an element without rows is one example
-        leaves = [
-            Parts(batch_types.exchange_lists(part, batch_types.Rows, list) for part in column) for column in columns
-        ]
-        return SplitBatch(leaves, spec, rows)
+        leaves: list[Tree] = []
+        for column in columns:
+            leaves.append(Parts([batch_types.exchange_lists(part, batch_types.Rows, list) for part in column]))
+        return SplitBatch(leaves, spec, tuple(rows))
 
 
 def are_in_host_memory(element: Tree) -> bool:
     """Whether an element is, for all to see, tensors in the memory of the CPU, or numbers."""
-    items = element.values() if type(element) is dict else element if type(element) in (list, tuple) else (element,)
-    return all(item.is_cpu if type(item) is torch.Tensor else type(item) in PLAIN_LEAVES for item in items)
+    items: Iterable[Any] = (element,)
+    if type(element) is dict:
+        items = element.values()
+    elif type(element) in (list, tuple):
+        items = element
+    for item in items:
+        is_near = item.is_cpu if type(item) is torch.Tensor else type(item) in PLAIN_LEAVES
+        if not is_near:
+            return False
+    return True

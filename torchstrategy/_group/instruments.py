@@ -55,7 +55,11 @@ def tell_begins(num_replicas: int) -> Turns | None:
     Raises:
         RuntimeError: If two instruments want to give the turns.
     """
-    givers = [(instrument, turns) for instrument in IN_FORCE.get() if (turns := instrument._begins(num_replicas))]
+    givers = []
+    for instrument in IN_FORCE.get():
+        turns = instrument._begins(num_replicas)
+        if turns:
+            givers.append((instrument, turns))
     if len(givers) > 1:
         raise RuntimeError(
             f"{givers[0][0]!r} and {givers[1][0]!r} both say which replica goes next, and only one of them can. Leave "

@@ -241,14 +241,18 @@ def _of_rows(
 def reduction_of(options: RunOptions, default: ReduceOp) -> ReduceOp:
     """How gradients become one, once each is weighted; `default` where the options do not say."""
     said = options.gradient_reduction
-    return said if isinstance(said, ReduceOp) else default if said is None else ReduceOp.MEAN
+    if isinstance(said, ReduceOp):
+        return said
+    return default if said is None else ReduceOp.MEAN  # else it is "loss", which says how each is weighted
 
 
 def replicas_with_rows(leaves: Sequence[Tree], num_replicas: int) -> list[int]:
     """The replicas of this worker that have all arguments, and rows of some batch, unless no batch says its rows."""
     records = [leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None]
-    present = set(range(num_replicas)) - _absent(leaves)
-    return sorted(r for r in present if not records or any(rows[r] for rows in records))
+    present = sorted(set(range(num_replicas)) - _absent(leaves))
+    if not records:
+        return present
+    return [r for r in present if any(rows[r] for rows in records)]
 
 
 def _absent(leaves: Sequence[Tree]) -> set[int]:

@@ -110,9 +110,13 @@ def reduce_values(
         ValueError: If there is no such axis, or what is added differs in shape.
         TypeError: If `axis` is neither an integer nor a tuple of them.
     """
-    sums, sizes = zip(*((as_tensor(v), 1) if axis is None else sum_along(v, axis) for v in values), strict=True)
+    if axis is None:
+        sums, size = [as_tensor(value) for value in values], len(values)
+    else:
+        pairs = [sum_along(value, axis) for value in values]
+        sums, size = [total for total, _ in pairs], sum(rows for _, rows in pairs)
     check_addable(sums)
-    total, size = sum_on(sums, device), sum(sizes)
+    total = sum_on(sums, device)
     if not matter:
         total, size = torch.zeros_like(total), 0
     total, everyones = workers.all_reduce([total, torch.tensor(size, device="cpu")], f"reduce({op.value})")

@@ -89,11 +89,13 @@ def _broadcast(writes: Sequence[Write]) -> None:
     """
     for group in _plan_transfers(writes[0].sources):
         sources = [writes[0].sources[index] for index in group]
-        targets = [[write.targets[index] for index in group] for write in writes]
-        if len(group) == 1 and all(is_sent_as_it_is(tensor) for tensor in [sources[0], *(one for (one,) in targets)]):
-            with torch_internals.counting_writes([one for (one,) in targets]):
-                comm.broadcast(sources[0].detach(), out=[one.detach() for (one,) in targets])
-            continue
+        targets = [[write.targets[index] for index in group] for write in writes]  # a list for each device
+        if len(group) == 1:
+            single = [tensors[0] for tensors in targets]
+            if all(map(is_sent_as_it_is, [sources[0], *single])):
+                with torch_internals.counting_writes(single):
+                    comm.broadcast(sources[0].detach(), out=[tensor.detach() for tensor in single])
+                continue
         devices = [sources[0].device, *(tensors[0].device for tensors in targets)]
         _, *copies = comm.broadcast_coalesced([as_sendable(tensor) for tensor in sources], devices)
         for tensors, copy in zip(targets, copies, strict=True):
@@ -127,7 +129,8 @@ def sum_on(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
     target = memory_device(device)
     if _are_added_by_primitives(tensors) and not _any_requires_grad(tensors):
         # `reduce_add` can only sum on a device that has one of the tensors.
-        root = target if target in [t.device for t in tensors] else tensors[0].device
+        devices = [tensor.device for tensor in tensors]
+        root = target if target in devices else devices[0]
         if not torch_internals.are_dense(tensors):
             summed: torch.Tensor = comm.reduce_add(list(tensors), root.index)
             return summed.to(target)
@@ -201,7 +204,10 @@ def concatenate_on(tensors: Sequence[torch.Tensor], axis: int, device: Device) -
 def _plan_transfers(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Which tensors are sent together, by position: small ones of one device and dtype, up to a total size."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    kinds = [index if is_sent_alone(tensor) else (tensor.device, tensor.dtype) for index, tensor in enumerate(tensors)]
+    kinds: list[Hashable] = []
+    for index, tensor in enumerate(tensors):
+        is_alone = is_sent_alone(tensor)
+        kinds.append(index if is_alone else (tensor.device, tensor.dtype))  # nothing else is of the kind `index`
     return plan_groups(kinds, sizes, _TOGETHER)
 
 
@@ -296,12 +302,17 @@ def exchange_in_buckets(
             continue
         size = total // pieces
         sizes = [*[size] * (pieces - 1), total - size * (pieces - 1)]
-        rows = zip(*(columns[index] for index in group), strict=True)
-        buckets = zip(*(torch.cat([tensor.reshape(-1) for tensor in row]).split(sizes) for row in rows), strict=True)
-        of_replicas = zip(*map(combine, buckets), strict=True)
-        arrived = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in of_replicas]
-        results = [[part.clone() for part in torch_internals.unflattened(flat, like)] for flat in arrived]
-        found.update(zip(group, map(list, zip(*results, strict=True)), strict=True))
+        cut_rows = []  # for each replica its tensors one after the other, cut into pieces
+        for row in zip(*(columns[index] for index in group), strict=True):
+            flat = torch.cat([tensor.reshape(-1) for tensor in row])
+            cut_rows.append(flat.split(sizes))
+        combined = [combine(bucket) for bucket in zip(*cut_rows, strict=True)]
+        results = []  # for each of the tensors that `combine` returned, its parts
+        for parts in zip(*combined, strict=True):
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            results.append([part.clone() for part in torch_internals.unflattened(whole, like)])
+        for index, of_column in zip(group, zip(*results, strict=True), strict=True):
+            found[index] = list(of_column)
     return [found[index] for index in range(len(columns))]
 
 

@@ -267,12 +267,17 @@ class CrossDeviceOps:
             A sum for each of the destinations, or None where no replica has a tensor.
         """
         weighted = [scale(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
+        # A column has what the replicas have of one tensor. One that is empty has no sum.
         columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
         places = [PerReplica(column) for column in zip(*destinations, strict=True)]
         pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
         totals = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, USUAL_OPTIONS))
-        everywhere = [self._for_each(next(totals), len(destinations)) if column else None for column in columns]
-        return [[None if totals is None else totals[r] for totals in everywhere] for r in range(len(destinations))]
+        sums_of_replicas: list[list[torch.Tensor | None]] = [[] for _ in destinations]
+        for column in columns:
+            sums = self._for_each(next(totals), len(destinations)) if column else [None] * len(destinations)
+            for sums_of_replica, one in zip(sums_of_replicas, sums, strict=True):
+                sums_of_replica.append(one)
+        return sums_of_replicas
 
     def _for_each(self, total: Tree, replicas: int) -> Sequence[torch.Tensor]:
         found = local_results(total, replicas)
@@ -333,10 +338,12 @@ class _ByRoutes(CrossDeviceOps):
         results = []
         for index, (_, destinations) in enumerate(value_destination_pairs):
             count = len(columns[index]) if reduce_op is ReduceOp.MEAN else 1
-            copies = [total / count if count > 1 else total for total in totals[index]]  # one value keeps its dtype
-            results.append(
-                shape_as_meant(copies if len(copies) > 1 else copy_to_each(copies[0], places[index]), destinations)
-            )
+            copies = totals[index]
+            if count > 1:  # one value keeps its dtype
+                copies = [total / count for total in copies]
+            if len(copies) == 1:
+                copies = copy_to_each(copies[0], places[index])
+            results.append(shape_as_meant(copies, destinations))
         return results
 
     @abstractmethod
@@ -401,7 +408,8 @@ class ReductionToOneDevice(_ByRoutes):
             tensors = [tensor.to(route) for tensor in column]
             total = self._accumulation_fn(list(tensors))
             require_type(total, torch.Tensor, "accumulation_fn has to return a tensor")
-            totals.append([total.clone() if any(total is tensor for tensor in tensors) else total])
+            is_given = any(total is tensor for tensor in tensors)
+            totals.append([total.clone() if is_given else total])
         return totals
 
 
@@ -427,7 +435,8 @@ class _AllReduce(_ByRoutes):
         options: CommunicationOptions,
     ) -> Tree:
         """Does what `reduce` is called for. A single value that goes to host memory is reduced on one device."""
-        ops = ON_ONE_DEVICE if any(device.type == "cpu" for device in devices_of(destinations)) else self
+        goes_to_host = any(device.type == "cpu" for device in devices_of(destinations))
+        ops = ON_ONE_DEVICE if goes_to_host else self
         return ops.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def _route(self, tensors: Column, devices: list[Device]) -> _Route:

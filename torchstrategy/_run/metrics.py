@@ -123,9 +123,8 @@ class Metric:
     def _count_of(self, name: str, r: int, fraction: float) -> _Counted:
         """What one replica has counted, on the device of the user's metric."""
         state = self.local[r][name]
-        return _Counted(
-            _on(self._device_of(name), state), not are_same(self._given[r, name], _note_state(state)), fraction
-        )
+        is_touched = not are_same(self._given[r, name], _note_state(state))
+        return _Counted(_on(self._device_of(name), state), is_touched, fraction)
 
     def write_back(self) -> None:
         """Writes the states on the user's metric."""
@@ -156,7 +155,9 @@ class Metric:
         if kind == _MEAN:
             return torch.stack([one.value * one.fraction for one in counted if one.fraction]).sum(0)
         if kind == "dim_zero_cat":
-            return torch.cat([value if isinstance(value, torch.Tensor) else torch.cat(value) for value in values])
+            # A state may be a list of tensors in one replica, and their concatenation in another.
+            tensors = [value if isinstance(value, torch.Tensor) else torch.cat(value) for value in values]
+            return torch.cat(tensors)
         reduction = self.original["_reductions"][name]
         if reduction is None:
             raise RuntimeError(
@@ -190,9 +191,13 @@ def metrics_of(
         copies: Of each replica, its device and the `__dict__`s of its copies, in the same order.
         workers: The processes that train together.
     """
-    found = [i for i, inside in enumerate(insides) if is_metric(inside) or _is_collection(inside)]
     devices = [device for device, _ in copies]
-    return [Metric(insides[i], names[i], [of_one[i] for _, of_one in copies], devices, workers) for i in found]
+    found = []
+    for i, inside in enumerate(insides):
+        if is_metric(inside) or _is_collection(inside):
+            local = [of_replica[i] for _, of_replica in copies]
+            found.append(Metric(inside, names[i], local, devices, workers))
+    return found
 
 
 def metrics_among(modules: Sequence[nn.Module], devices: Sequence[torch.device], workers: Workers) -> list[Metric]:

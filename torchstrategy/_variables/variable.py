@@ -512,8 +512,10 @@ def _make_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
 
 
 def _assign_together(strategy: StrategyLike, what: tuple[Tree, Tree], value: Tree) -> None:
-    of_all = (brought.values if type(brought) is PerReplica else (brought,) for brought in what)
-    (variable, *others), (operation, *ways) = of_all
+    brought_variable, brought_operation = what
+    # In each, what all replicas have brought: one object, if all have brought the same.
+    variable, *others = brought_variable.values if type(brought_variable) is PerReplica else (brought_variable,)
+    operation, *ways = brought_operation.values if type(brought_operation) is PerReplica else (brought_operation,)
     if any(other is not variable for other in others) or any(way is not operation for way in ways):
         raise RuntimeError(
             f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one. Every "

@@ -95,10 +95,11 @@ class ClusterSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """The tasks of each job: a list where all are known, and else a dict, as a `ClusterSpec` is made of."""
-        return {
-            job: list(tasks.values()) if tasks and len(tasks) == max(tasks) + 1 else dict(tasks)
-            for job, tasks in self._tasks.items()
-        }
+        spec: dict[str, Any] = {}
+        for job, tasks in self._tasks.items():
+            has_all_numbers = bool(tasks) and len(tasks) == max(tasks) + 1  # from 0 on, and no other
+            spec[job] = list(tasks.values()) if has_all_numbers else dict(tasks)
+        return spec
 
     def __bool__(self) -> bool:
         return bool(self._tasks)

@@ -17,11 +17,12 @@ def by_name(value: object) -> dict[str, str]:
     """The parts of a value that are shown if they differ: those of a list of dicts each by itself."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         return {"": _printed(value)}
-    return {
-        f"{name} of group {i}" if len(value) > 1 else str(name): _printed(part)
-        for i, one in enumerate(value)
-        for name, part in one.items()
-    }
+    shown = {}
+    for i, one in enumerate(value):
+        for name, part in one.items():
+            called = f"{name} of group {i}" if len(value) > 1 else str(name)
+            shown[called] = _printed(part)
+    return shown
 
 
 _Compared = Sequence[tuple[str, dict[str, str]]]  # by what it is called, the parts of each thing
@@ -49,8 +50,10 @@ def _differing(compared: _Compared, of_all: Sequence[tuple[str, _Compared]]) -> 
     found = []
     for what, parts in compared:
         theirs = [dict(others).get(what) for _, others in of_all]
+        has_other = [one for one in theirs if one is not None]
+        is_missing = are_at_one_place and len(has_other) < len(theirs)
         for name, value in parts.items():
-            if any(are_at_one_place if one is None else one.get(name) != value for one in theirs):
+            if is_missing or any(one.get(name) != value for one in has_other):
                 found.append(f"{what} {name}={value}" if name else f"{what} {value}")
     return found
 

@@ -38,6 +38,11 @@ _LONG_S = 2.0  # a worker that has waited for so long tells the others where
 _MESSAGE = 256  # bytes of the message with which every exchange begins
 _DIGEST = 8  # bytes of a `digest`
 _REFUSED = digest(b"refused")  # in the place of where a worker is that refuses an exchange
+# The header of a message: a digest of where the worker is and of what it compares, how many bytes it tells, in which
+# run it is, and a digest of each thing that is mentioned. What it tells follows, if there is room.
+_PLACE, _SIZE, _RUN = (slice(i * _DIGEST, (i + 1) * _DIGEST) for i in range(3))
+_OF_MENTIONED = [slice(i * _DIGEST, (i + 1) * _DIGEST) for i in range(3, 3 + len(MENTIONED))]
+_HEADER = (3 + len(MENTIONED)) * _DIGEST
 # The positions of the groups of a worker.
 _DATA = 0  # sends tensors, from any device
 _EARLY = 1  # sends gradients during backward, in an order that is not that of the other exchanges
@@ -295,20 +300,21 @@ class ProcessGroup(Workers):
         marks = [mentioned.get(what, bytes(_DIGEST)) for what in MENTIONED]
         counts = [count.to_bytes(_DIGEST, "big") for count in (len(told), self._num_runs)]
         header = b"".join([place, *counts, *marks])
-        of_all = self._send_to_all((header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where)
-        refusing = [w for w, one in enumerate(of_all) if one[:_DIGEST] == _REFUSED]
-        if not refusing and any(one[:_DIGEST] != place for one in of_all):
+        of_headers = self._send_to_all((header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where)
+        refusing = [w for w, one in enumerate(of_headers) if one[_PLACE] == _REFUSED]
+        if not refusing and any(one[_PLACE] != place for one in of_headers):
             raise self._diverged_error(where, signature, compared)
-        begin, size, run = len(header), slice(_DIGEST, 2 * _DIGEST), slice(2 * _DIGEST, 3 * _DIGEST)
-        for start, what, mark in zip(range(run.stop, begin, _DIGEST), MENTIONED, marks, strict=True):
-            if any(one[start : start + _DIGEST] != mark for one in of_all):
+        for what, mark, there in zip(MENTIONED, marks, _OF_MENTIONED, strict=True):
+            if any(one[there] != mark for one in of_headers):
                 self.differing.add(what)
-        of_headers, sizes = of_all, [int.from_bytes(one[size], "big") for one in of_all]
-        if begin + max(sizes) > _MESSAGE:
-            of_all, begin = self._send_to_all(told.ljust(max(sizes), b"\0"), where), 0
-        told_by_all = [one[begin : begin + size] for one, size in zip(of_all, sizes, strict=True)]
+        sizes = [int.from_bytes(one[_SIZE], "big") for one in of_headers]
+        if _HEADER + max(sizes) <= _MESSAGE:
+            told_by_all = [one[_HEADER : _HEADER + size] for one, size in zip(of_headers, sizes, strict=True)]
+        else:
+            of_all = self._send_to_all(told.ljust(max(sizes), b"\0"), where)
+            told_by_all = [one[:size] for one, size in zip(of_all, sizes, strict=True)]
         if refusing:  # a worker that refused its batch has not begun the run to which the others have come with theirs
-            self._num_runs = max(int.from_bytes(one[run], "big") for one in of_headers)
+            self._num_runs = max(int.from_bytes(one[_RUN], "big") for one in of_headers)
         if refusing and not refuses:
             raise self._refused_error(refusing[0], told_by_all[refusing[0]].decode(), where)
         return told_by_all
