@@ -54,6 +54,28 @@ def test_the_map_is_that_of_the_house() -> None:
     assert "\n".join(rows) in PAGE
 
 
+# What a stranger was asked to find, of whom one opened ten files for a single question.
+TASKS = [
+    "add a strategy to the package",
+    "support another type of batch for everyone",
+    "change how much a gradient counts, or know where it is weighed",
+    "know or change who may write a parameter",
+    "change what is said of rows that do not fit",
+    "know where running statistics of replicas become one",
+    "know why a worker without rows runs the step",
+    "change how a run is undone",
+    "know what happens on Ctrl-C",
+    "add what an operator costs in virtual time, or change it",
+]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_question_is_answered_by_three_files_at_most(task: str) -> None:
+    (answer,) = re.findall(rf"^\| {re.escape(task)} \| (.+) \|$", PAGE, re.MULTILINE)
+    files = set(re.findall(r"`([\w/]+\.py)`", answer))
+    assert 1 <= len(files) <= 3
+
+
 def test_every_room_that_is_named_exists() -> None:
     rooms = {room.name for floor in floors() for room in floor}
     first_folders = {quoted.partition("/")[0] for quoted in QUOTED if re.match(r"_\w+(/|$)", quoted)}
