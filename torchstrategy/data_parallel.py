@@ -326,8 +326,11 @@ def _take_prefix_off(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     # The versions of modules stay under their long names and get the short ones, too: the state dict may be loaded with
     # a DataParallel or without.
     versions = getattr(state_dict, "_metadata", {})
-    found = {f"{key}.": version for key, version in versions.items() if f"{key}.".startswith(long)}
-    versions.update({(prefix + key.removeprefix(long)).rstrip("."): version for key, version in found.items()})
+    for key, version in list(versions.items()):
+        path = f"{key}."
+        if path.startswith(long):
+            short = prefix + path.removeprefix(long)
+            versions[short.rstrip(".")] = version
 
 
 def _put_prefix_on(module: DataParallel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -337,9 +340,10 @@ def _put_prefix_on(module: DataParallel, state_dict: dict[str, Any], prefix: str
     """
     own, long = module.module.state_dict(keep_vars=True).keys(), f"{prefix}module."
     keys = [key for key in state_dict if key.startswith(prefix)]
-    as_they_are = sum(key.removeprefix(prefix) in own for key in keys)
-    if as_they_are < sum(key.startswith(long) and key.removeprefix(long) in own for key in keys):
-        return
+    num_without = sum(key.removeprefix(prefix) in own for key in keys)
+    num_with = sum(key.startswith(long) and key.removeprefix(long) in own for key in keys)
+    if num_without < num_with:
+        return  # it was saved with them
     _rename(state_dict, {key: long + key.removeprefix(prefix) for key in keys})
     # Only a whole state dict has the versions of modules. For a part of one, as of a parent module, there are none.
     versions = getattr(state_dict, "_metadata", {"module": None})
