@@ -301,9 +301,10 @@ class Splitter(ABC):
         def specs(leaf: Tree) -> Tree:
             if type(leaf) is not Parts:
                 return self._spec_of_one(leaf, None)
-            shown = next(piece for piece in leaf if type(piece) is not Unmade)
-            parts = (shown if type(piece) is Unmade else piece for piece in leaf)
-            return PerReplicaSpec(tuple(map(self._spec_of_one, parts, rows)))
+            # A part without rows may not be made yet. Its spec is that of another one.
+            made = next(piece for piece in leaf if type(piece) is not Unmade)
+            shown = [made if type(piece) is Unmade else piece for piece in leaf]
+            return PerReplicaSpec(tuple(map(self._spec_of_one, shown, rows)))
 
         if split_batch.spec is None:
             (element,) = split_batch.leaves[0]

@@ -210,10 +210,10 @@ class ReplicaGroup:
             def copy(column: Sequence[torch.Tensor]) -> torch.Tensor:
                 return column[0].to(self._device_for(r, column))
 
-            of_replicas = zip(*columns, strict=True)
-            there = [
-                combine_in_buckets([[one] for one in tensors], self.bytes_per_pack, copy) for tensors in of_replicas
-            ]
+            there = []  # for each replica, its tensors on the device of this one
+            for tensors in zip(*columns, strict=True):
+                single = [[tensor] for tensor in tensors]
+                there.append(combine_in_buckets(single, self.bytes_per_pack, copy))
             return [concatenate_on(column, axis, self._device_for(r, column)) for column in zip(*there, strict=True)]
 
         def gather_over_workers(tensors: Sequence[torch.Tensor], point: str) -> list[torch.Tensor]:
@@ -269,8 +269,9 @@ class ReplicaGroup:
 
     def _add_over_workers(self, totals: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
         # See Note [Why a worker without rows runs the step] in `participants`.
-        counted = [torch.zeros_like(total) for total in totals] if self.participants.is_understudy else totals
-        return self.workers.all_reduce(counted, name)
+        if self.participants.is_understudy:
+            totals = [torch.zeros_like(total) for total in totals]
+        return self.workers.all_reduce(totals, name)
 
     def _device_for(self, r: int, column: Sequence[torch.Tensor]) -> Device:
         device = self.devices[r]

@@ -232,7 +232,9 @@ class _Run:
         self._errors: dict[int, BaseException] = {}
         self._interruption: BaseException | None = None  # what was raised where a replica of this thread stood still
         self._stopped_here: int | None = None  # that replica, once it was stopped
-        self._lanes = {r: replicas.lanes[r] if turns is None else None for r in present}
+        self._lanes: dict[int, Device | None] = dict.fromkeys(present)  # if somebody gives the turns, all are in one
+        if turns is None:
+            self._lanes = {r: replicas.lanes[r] for r in present}
         # See Note [Random streams of replicas]. The streams are chosen before a watch puts all replicas in one lane: a
         # replica draws from the same kind of stream with and without the watch.
         one_at_a_time = len(set(self._lanes.values())) == 1

@@ -77,8 +77,12 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
                     torch_internals.foreach_copy_(there, copy_to([sources[index] for index in group], device))
                 else:  # a large tensor is copied without a temporary tensor on the target device
                     there[0].copy_(sources[group[0]], non_blocking=copies_by_itself(device))
-    places = [write.targets[0].device for write in writes if write.sources[0].is_cpu]
-    return [copy_stream(device, Cargo.VALUES).record_event() for device in places if is_accelerator(device)]
+    ends = []
+    for targets, sources in writes:
+        device = targets[0].device
+        if sources[0].is_cpu and is_accelerator(device):
+            ends.append(copy_stream(device, Cargo.VALUES).record_event())
+    return ends
 
 
 def _broadcast(writes: Sequence[Write]) -> None:
