@@ -173,14 +173,16 @@ class ReplicatedExtended(StrategyExtended):
         strategy, storage, leaves = self._container_strategy(), self._storage, tree_leaves((args, kwargs))
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
-        weights = self._weights(storage, leaves, options, self._counts(args, kwargs, options))
+        # The numbers below are the steps of Note [The story of a step].
+        weights = self._weights(storage, leaves, options, self._counts(args, kwargs, options))  # 1
         # A step that was looked at often enough goes no further way than this.
         is_settled = options.gradient_reduction is None and getattr(fn, "__code__", None) in self._losses.settled
         losses = None if is_settled else self._losses.begin_run(fn, options, weights, leaves)
+        # See Note [Why a worker without rows runs the step] in `_group/participants`.
         uncounted = storage.as_before() if weights.is_understudy else _NO_BLOCK
         caching = parametrizations_computed_anew() if are_parametrizations_cached() else _NO_BLOCK
         streams = DeviceStreams(self._accelerators, self._side_streams) if self._accelerators else None
-        run = storage.begin_run(weights, fn, leaves, lambda: Frame(strategy))
+        run = storage.begin_run(weights, fn, leaves, lambda: Frame(strategy))  # 2 and, when the block is left, 6
         telling = self._workers.arrive if self._workers.count > 1 else None
         with streams or _NO_BLOCK, run as run_state, uncounted, caching:
 
@@ -206,14 +208,14 @@ class ReplicatedExtended(StrategyExtended):
                     finally:
                         context._ends()
 
-            results = self._replicas.run(call, weights.present, run_state.watch, streams)
+            results = self._replicas.run(call, weights.present, run_state.watch, streams)  # 3, and in it 4
             if self._streams is not None:
                 self._workers.arrive("the end of strategy.run")
                 self._streams.has_drawn |= self._replicas.has_drawn
                 self._streams.has_drawn &= not weights.is_understudy
             if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
                 run_state.copies.gradients.deliver_late_ones()
-            result = weights.regrouped(results, self._workers, are_results=True)
+            result = weights.regrouped(results, self._workers, are_results=True)  # 5
         if streams is not None:
             self._side_streams = tuple(streams.side)
         run_state.warn()
