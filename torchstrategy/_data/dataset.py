@@ -19,7 +19,7 @@ from torchstrategy._base.types import Device, Tree
 from torchstrategy._data.options import AutoShardPolicy, DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._data.reading import OnDemand, Prefetcher, Reading, Route, next_of_all_workers
 from torchstrategy._data.source import Source, is_map_style
-from torchstrategy._data.steps import OneForEach, SplitSteps, Splitter, share_of
+from torchstrategy._data.steps import OneForEach, SplitSteps, Splitter, share_rule
 from torchstrategy._group.workers import Workers, is_refusal
 
 T = TypeVar("T", default=Any)
@@ -118,11 +118,11 @@ class DistributedIterator(BatchIterator[T]):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedIterator
     """
 
-    def __init__(self, reading: Reading, splitter: Splitter, restart: Callable[[], None]) -> None:
+    def __init__(self, reading: Reading, splitter: Splitter, ended: Callable[[], None]) -> None:
         self._reading = reading
         self._splitter = splitter
         self._next = next_of_all_workers(reading) if splitter.reads_its_own else reading.next
-        self._restart = restart
+        self._ended = ended
         self._is_over = False
         weakref.finalize(self, _close, weakref.ref(reading))
 
@@ -140,7 +140,7 @@ class DistributedIterator(BatchIterator[T]):
         try:
             return self._next()  # type: ignore[no-any-return]
         except StopIteration:
-            self._restart()
+            self._ended()
             self.close()
             raise
         except BaseException as error:
@@ -303,7 +303,7 @@ class DistributedDataset(Generic[T]):
             for position in positions:
                 position.restart()
 
-        return DistributedIterator(reading, self._splitter, restart)
+        return DistributedIterator(reading, self._splitter, ended=restart)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, T], Any]) -> Any:
         """Calls `state = reduce_func(state, batch)` for every batch, and returns the last state.
@@ -456,7 +456,7 @@ def distribute_dataset(
             "A dataset is one input pipeline, and InputOptions(experimental_replication_mode=PER_REPLICA) asks for one "
             "for each replica. Give distribute_datasets_from_function a function that makes them."
         )
-    share = share_of(options, replicas, workers)
+    share = share_rule(options, replicas, workers)
     is_dealt = workers.count > 1 and options.experimental_auto_shard_policy is not AutoShardPolicy.OFF
     is_sharded = is_dealt and _can_be_sharded(dataset)
     source = _source(dataset, "A dataset to distribute", (lambda rows: share(rows).loaded) if is_sharded else None)

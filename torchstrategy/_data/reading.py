@@ -235,7 +235,7 @@ class Reading(ABC):
 
     def _marks(self) -> list[Callable[[], None]]:
         """The functions that say of each epoch that the consumer has received what was read until now."""
-        marks = []
+        marks: list[Callable[[], None]] = []
         for one in self._passes:
             # Where nothing is read ahead, the loader is asked for its state when somebody saves it.
             state = one.source.state_of_loader() if self._is_ahead else None

@@ -129,7 +129,7 @@ class Share(NamedTuple):
         return Share(own, None, self.rows_of_all)
 
 
-def share_of(options: InputOptions, replicas: int, workers: Workers) -> Callable[[int], Share]:
+def share_rule(options: InputOptions, replicas: int, workers: Workers) -> Callable[[int], Share]:
     """A function that returns the share of this worker in a batch of so many rows.
 
     Raises:
@@ -365,7 +365,7 @@ class SplitSteps(Splitter):
         self.elements_of_step = 1
         self.reads_its_own &= options.experimental_auto_shard_policy is AutoShardPolicy.OFF
         self._is_even = options.row_shares is None
-        self._share_of = share_of(options, len(devices), workers)
+        self._share_of = share_rule(options, len(devices), workers)
         # Where parts are moved to devices, each replica gets its own copy of every tensor, also of one without rows.
         self._is_moved = options.experimental_fetch_to_device and any(map(is_accelerator, devices))
 

@@ -49,7 +49,7 @@ class Instrument:
 IN_FORCE: ContextVar[tuple[Instrument, ...]] = ContextVar("torchstrategy_instruments", default=())
 
 
-def tell_begins(num_replicas: int) -> Turns | None:
+def tell_run_begins(num_replicas: int) -> Turns | None:
     """Tells the instruments that a run begins. Returns the function that gives the turns in it, or None.
 
     Raises:
@@ -99,5 +99,5 @@ def performed_alone(fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[s
     # Without an instrument, a single replica should cost no more than a call of the step.
     if not IN_FORCE.get():
         return fn(*args, **kwargs)
-    tell_begins(1)
+    tell_run_begins(1)
     return call_step(0, lambda: fn(*args, **kwargs))

@@ -37,7 +37,7 @@ from torchstrategy._base.trace import traced
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._group.device_streams import DeviceStreams
 from torchstrategy._group.group import InlineReplica, Replica, ReplicaStopped, Watch
-from torchstrategy._group.instruments import Turns, performed_alone, tell_begins, tell_held
+from torchstrategy._group.instruments import Turns, performed_alone, tell_held, tell_run_begins
 from torchstrategy._group.one_of_several import STOP, Ended, OneOfSeveral, Paused, Report, Synchronizing, await_turn
 from torchstrategy._group.random_streams import RandomStreams
 
@@ -213,7 +213,7 @@ class _Run:
         watch: Watch | None,
         device_streams: DeviceStreams | None,
     ) -> None:
-        turns, devices = tell_begins(len(replicas.devices)), replicas.devices
+        turns, devices = tell_run_begins(len(replicas.devices)), replicas.devices
         streams = {} if device_streams is None else device_streams.callers
         self._state, self._callers_device = CallerState(streams), torch.get_default_device()
         self._replica = functools.partial(OneOfSeveral, device_streams=device_streams)

@@ -66,7 +66,7 @@ def devices_of_each(pairs: Sequence[Pair]) -> list[list[Device]]:
 
 def deliver(value: torch.Tensor, destinations: Destinations) -> Tree:
     """`value` on its destinations: a tensor, or a mirrored value if there are several. It may return `value` itself."""
-    return shape_as_meant(copy_to_each(value, devices_of(destinations)), destinations)
+    return wrap_copies(copy_to_each(value, devices_of(destinations)), destinations)
 
 
 def copy_to_each(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
@@ -74,7 +74,7 @@ def copy_to_each(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.T
     return [value.to(device, copy=i > 0) for i, device in enumerate(devices)]
 
 
-def shape_as_meant(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
+def wrap_copies(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
     """Equal tensors, one on each device of the destinations, as one value."""
     if not isinstance(destinations, DistributedValues) or len(destinations._components) == 1:
         return copies[0]
@@ -343,7 +343,7 @@ class _ByRoutes(CrossDeviceOps):
                 copies = [total / count for total in copies]
             if len(copies) == 1:
                 copies = copy_to_each(copies[0], places[index])
-            results.append(shape_as_meant(copies, destinations))
+            results.append(wrap_copies(copies, destinations))
         return results
 
     @abstractmethod
