@@ -173,7 +173,7 @@ class ReplicatedExtended(StrategyExtended):
         strategy, storage, leaves = self._container_strategy(), self._storage, tree_leaves((args, kwargs))
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
-        # The numbers below are the steps of Note [The story of a step].
+        # The numbers below are the steps of Note [The story of a step]; `regrouped` is 5.
         weights = self._weights(storage, leaves, options, self._counts(args, kwargs, options))  # 1
         # A step that was looked at often enough goes no further way than this.
         is_settled = options.gradient_reduction is None and getattr(fn, "__code__", None) in self._losses.settled
@@ -215,7 +215,7 @@ class ReplicatedExtended(StrategyExtended):
                 self._streams.has_drawn &= not weights.is_understudy
             if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
                 run_state.copies.gradients.deliver_late_ones()
-            result = weights.regrouped(results, self._workers, are_results=True)  # 5
+            result = weights.regrouped(results, self._workers, are_results=True)
         if streams is not None:
             self._side_streams = tuple(streams.side)
         run_state.warn()

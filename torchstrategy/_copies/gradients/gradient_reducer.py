@@ -450,10 +450,7 @@ class GradientReducer:
         return start + weighted_sum([tensor - start for tensor in tensors], weights)
 
     def _combined(self) -> dict[int, torch.Tensor]:
-        """The local gradients of all replicas, weighted and added up on the devices of the user's parameters.
-
-        See Note [Where a gradient is weighed] in `_group/weighing`.
-        """
+        """The local gradients of all replicas, weighted and added up on the devices of the user's parameters."""
         weighing = self._weights.weighing
         for r in set(self._weights.present) - set(weighing):
             # Gradients of a replica without rows may be NaN, also times zero: they are dropped.
@@ -493,6 +490,7 @@ class GradientReducer:
         if weight == 1 and len(self._weights.weighing) == 1:
             self._total = {i: _apart(gradient) for i, gradient in local.items()} if self._is_remote[r] else local
         else:
+            # See Note [Where a gradient is weighed] in `_group/weighing`.
             add_weighted(self._total, local, weight, are_ours and not self._is_remote[r])
         self._num_added += 1
         return positions

@@ -149,10 +149,10 @@ class WorkerReduction:
         return [index for index in sorted(changed) if len({own.get(index) for own in marks}) > 1]
 
     def _weighted(self, index: int) -> torch.Tensor:
-        # See Note [Where a gradient is weighed] in `_group/weighing`.
         value = self.accumulated[index]
         if value is None or self.weights.is_understudy:
             return torch.zeros_like(self.owners[index])
+        # See Note [Where a gradient is weighed] in `_group/weighing`.
         return (value.to_dense() if value.is_sparse else value) * sum(self.weights.weights)
 
 

@@ -276,9 +276,7 @@ def _copies_of(values: dict[int, torch.Tensor]) -> list[_Copies]:
     groups: dict[object, dict[int, torch.Tensor]] = {}
     for i, value in values.items():
         groups.setdefault((value.dtype, value.device), {})[i] = value.detach()
-    copies = []
-    for group in groups.values():
-        shapes_of_group = {i: value.shape for i, value in group.items()}
-        flat = torch.cat([value.reshape(-1) for value in group.values()])
-        copies.append(_Copies(shapes_of_group, flat))
-    return copies
+    return [
+        _Copies({i: v.shape for i, v in group.items()}, torch.cat([v.reshape(-1) for v in group.values()]))
+        for group in groups.values()
+    ]
