@@ -372,11 +372,11 @@ def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Devic
         return PerReplica([move_to((inputs, kwargs), devices[0]), *[ABSENT] * (len(devices) - 1)])
 
     def piece(part: slice, device: Device) -> Tree:
-        def narrowed(leaf: Tree) -> Tree:
+        def narrow_leaf(leaf: Tree) -> Tree:
             is_cut = isinstance(leaf, torch.Tensor) and leaf.dim()
             return leaf.narrow(dim, part.start, part.stop - part.start) if is_cut else leaf
 
-        return move_to(map_within(narrowed, (inputs, kwargs)), device) if part.stop > part.start else ABSENT
+        return move_to(map_within(narrow_leaf, (inputs, kwargs)), device) if part.stop > part.start else ABSENT
 
     parts = split_equally(len(devices), rows)  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
     return PerReplica(list(map(piece, parts, devices)), tuple(part.stop - part.start for part in parts))
@@ -448,10 +448,10 @@ def _unite(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: De
                 f"hold: {', '.join(parts[0])} and {', '.join(other)}. Return the same containers whatever the rows are."
             )
 
-    def united(part: str, _: Tree) -> Tree:
+    def unite_part(part: str, _: Tree) -> Tree:
         return put_together([held[part] for held in parts], replicas, dim, device, f"{name}{part}")
 
-    return with_parts(first, united)
+    return with_parts(first, unite_part)
 
 
 def _unite_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, name: str) -> torch.Tensor:

@@ -53,7 +53,7 @@ def _says_axis(reduce: F) -> F:
     """`Strategy.reduce`, which says what to write to somebody who left out `axis`."""
 
     @wraps(reduce)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def check_and_reduce(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 3 and "axis" not in kwargs:
             call = (
                 f'strategy.reduce("{args[1]}", value, axis=' if isinstance(args[1], str) else "reduce(op, value, axis="
@@ -65,7 +65,7 @@ def _says_axis(reduce: F) -> F:
             )
         return reduce(*args, **kwargs)
 
-    return cast(F, checked)
+    return cast(F, check_and_reduce)
 
 
 class _Entry(NamedTuple):
@@ -148,8 +148,8 @@ class StrategyBase:
             facts.append(plural(self.num_replicas_in_sync, "replica"))
             workers = self._extended._workers.count
             of_each = f" of each of {workers} workers" if workers > 1 else ""
-            facts[0] += f" on {_listed(self._extended.worker_devices)}{of_each}"
-            facts.append(f"parameters on {_listed(self._extended.parameter_devices)}")
+            facts[0] += f" on {_list_devices(self._extended.worker_devices)}{of_each}"
+            facts.append(f"parameters on {_list_devices(self._extended.parameter_devices)}")
         return f"{type(self).__name__}({', '.join(facts)})"
 
     if not TYPE_CHECKING:  # a type checker shall not take every name for an attribute
@@ -881,7 +881,7 @@ def _check_run(args: object, kwargs: object, options: object) -> None:
         raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
 
 
-def _listed(devices: Sequence[Device]) -> str:
+def _list_devices(devices: Sequence[Device]) -> str:
     return ", ".join(dict.fromkeys(map(str, devices)))
 
 

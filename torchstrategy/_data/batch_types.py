@@ -113,8 +113,8 @@ def register_batch_type(
             f"register_batch_type({cls.__name__}, ...) takes rows=... and take=lambda batch, rows: ..., which takes "
             "some of them; or neither of the two, and the values, which have no rows, are given whole."
         )
-    checked = _check_functions(cls, rows or len, take or unchanged, apply or unchanged)
-    _registered[cls] = Kind(None, unchanged, checked.apply) if rows is None else checked
+    checked = _check_functions(cls, rows or len, take or keep_whole, apply or keep_whole)
+    _registered[cls] = Kind(None, keep_whole, checked.apply) if rows is None else checked
 
 
 def _check_functions(
@@ -156,7 +156,7 @@ def registration_of(value: Any) -> Kind | None:
     return next((_registered[cls] for cls in type(value).__mro__ if cls in _registered), None)
 
 
-def unchanged(value: T, _: object) -> T:
+def keep_whole(value: T, _: object) -> T:
     """A value without rows, of which every replica gets the whole; or without tensors, of which none is moved."""
     return value
 
@@ -408,11 +408,11 @@ def _take_record(record: Any, rows: slice) -> Any:
 
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
 _PLAIN: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check for each item of a long list
-_ONE_THING = Kind(None, unchanged, unchanged)
-_UNKNOWN = Kind(None, unchanged, unchanged)  # a value that the library does not know how to split
-_ROWS = Kind(len, operator.getitem, unchanged)
+_ONE_THING = Kind(None, keep_whole, keep_whole)
+_UNKNOWN = Kind(None, keep_whole, keep_whole)  # a value that the library does not know how to split
+_ROWS = Kind(len, operator.getitem, keep_whole)
 _LIST = Kind(len, operator.getitem, _apply_to_items)
-_TENSOR = Kind(None, unchanged, _apply_to_tensor)
+_TENSOR = Kind(None, keep_whole, _apply_to_tensor)
 _ROWS_OF_TENSOR = Kind(len, operator.getitem, _apply_to_tensor)
 _SPARSE = Kind(len, lambda tensor, rows: tensor.narrow_copy(0, rows.start, rows.stop - rows.start), _apply_to_tensor)
 _NESTED = Kind(lambda tensor: int(tensor.size(0)), _take_nested, _apply_to_tensor)

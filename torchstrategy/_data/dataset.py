@@ -330,10 +330,10 @@ class DistributedDataset(Generic[T]):
         return f"DistributedDataset({self._splitter})"
 
     def __copy__(self) -> DistributedDataset[T]:
-        return self._with(vars(self))
+        return self._copy_with(vars(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataset[T]:
-        return self._with(copy.deepcopy(vars(self), memo))
+        return self._copy_with(copy.deepcopy(vars(self), memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unpicklable(
@@ -342,7 +342,7 @@ class DistributedDataset(Generic[T]):
             "goes on, distribute the loader anew, and give it that with load_state_dict.",
         )
 
-    def _with(self, attributes: dict[str, Any]) -> DistributedDataset[T]:
+    def _copy_with(self, attributes: dict[str, Any]) -> DistributedDataset[T]:
         copied = object.__new__(DistributedDataset)
         vars(copied).update(attributes)
         return copied

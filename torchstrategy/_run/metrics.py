@@ -82,7 +82,8 @@ class Metric:
             for name in states_of(original):
                 # States that are means are averaged over the replicas, so all replicas go on from the user's.
                 goes_on = (leads and r == present[0]) or _kind(original, name) == _MEAN
-                state = _on(self.devices[r], original[name] if goes_on else original["_defaults"][name], copy=True)
+                begun = original[name] if goes_on else original["_defaults"][name]
+                state = _bring_to(self.devices[r], begun, copy=True)
                 local[name], self._given[r, name] = state, _note_state(state)
 
     def put_together(self, replica_weights: ReplicaWeights) -> None:
@@ -112,7 +113,7 @@ class Metric:
                 device = self._device_of(name)
                 there = together.setdefault(name, [])
                 for value, is_touched, fraction in counted:
-                    there.append(_Counted(_on(device, value), is_touched, fraction))
+                    there.append(_Counted(_bring_to(device, value), is_touched, fraction))
         return together
 
     def _device_of(self, name: str) -> Any:
@@ -124,7 +125,7 @@ class Metric:
         """What one replica has counted, on the device of the user's metric."""
         state = self.local[r][name]
         is_touched = not are_same(self._given[r, name], _note_state(state))
-        return _Counted(_on(self._device_of(name), state), is_touched, fraction)
+        return _Counted(_bring_to(self._device_of(name), state), is_touched, fraction)
 
     def write_back(self) -> None:
         """Writes the states on the user's metric."""
@@ -245,7 +246,7 @@ def _note_state(state: Any) -> list[object]:
     return [*state, state] if isinstance(state, list) else [state, version(state)]
 
 
-def _on(device: torch.device, state: Any, copy: bool = False) -> Any:
+def _bring_to(device: torch.device, state: Any, copy: bool = False) -> Any:
     if isinstance(state, list):
         return [item.to(device) if isinstance(item, torch.Tensor) else item for item in state]
     return state.detach().to(device, copy=copy)

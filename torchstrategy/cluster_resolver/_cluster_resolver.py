@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torchstrategy._base.devices import local_accelerators
 from torchstrategy._base.errors import an, plural, require_type
-from torchstrategy.cluster_resolver._slurm_lists import expand_counts, expand_nodes, shortened
+from torchstrategy.cluster_resolver._slurm_lists import expand_counts, expand_nodes, shorten
 
 
 @final
@@ -451,7 +451,7 @@ def _number(*names: str) -> int:
     """The number that the first of these environment variables says that is set."""
     name, value = _variable(*names)
     if re.fullmatch(r"\d{1,9}", value.strip()) is None:
-        raise ValueError(f"{name}={shortened(value)} is no number of tasks: Slurm sets it to one such as '4'.")
+        raise ValueError(f"{name}={shorten(value)} is no number of tasks: Slurm sets it to one such as '4'.")
     return int(value)
 
 

@@ -150,7 +150,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         # depend on the point that is chosen, so no gradient has to flow through the choice.
         count = input.numel() // self.num_features
         point = values.detach().sum(dims) / max(count, 1)
-        centred = values - _along(point, input)
+        centred = values - _view_by_channel(point, input)
         brought = torch.stack([torch.full_like(point, count), point, centred.sum(dims), centred.square().sum(dims)])
         if not group.weight:
             # Zeros, whatever is there, but with the graph of it: without, `backward(inputs=...)` would not come to the
@@ -175,7 +175,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         shift = (point - reference - offset) * scale
         if self.bias is not None:
             shift = shift + self.bias
-        return torch.addcmul(_along(shift, input), centred, _along(scale, input)).to(input.dtype)
+        return torch.addcmul(_view_by_channel(shift, input), centred, _view_by_channel(scale, input)).to(input.dtype)
 
     @torch.no_grad()
     def _track(self, has_values: bool, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -212,7 +212,7 @@ def _combine(gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     return total, reference, offset, variance
 
 
-def _along(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _view_by_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor with one value for each channel, in a shape that is broadcast over an input."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 

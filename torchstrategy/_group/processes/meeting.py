@@ -108,7 +108,7 @@ class Meeting:
                     self._answer(server, waiting)
                     self.look()
                     if time.monotonic() > self._deadline:
-                        raise self._over(self._describe_missing())
+                        raise self._over_error(self._describe_missing())
                 return [self._entry(w) for w in range(self._count)]
         except BaseException as error:
             self._tell_failure(error)
@@ -164,8 +164,8 @@ class Meeting:
             self.lines.listen(_LOOK_S)
             self.look()
         if self.lines.silent:
-            return self._over(self._describe_absent(self.lines.silent, "answered"))
-        return self._over(f"torch.distributed could not make a group of all workers: {problem}")
+            return self._over_error(self._describe_absent(self.lines.silent, "answered"))
+        return self._over_error(f"torch.distributed could not make a group of all workers: {problem}")
 
     def look(self) -> None:
         """Raises an error if another worker has given up, or is dead."""
@@ -179,7 +179,7 @@ class Meeting:
             self.earlier.listen()
             dead = self.earlier.dead
         if dead:
-            raise self._over(HAS_ENDED.format(dead[0], self._count))
+            raise self._over_error(HAS_ENDED.format(dead[0], self._count))
 
     # What it asks the store.
 
@@ -216,7 +216,7 @@ class Meeting:
         try:
             return ask(call, left, self.look)
         except NoAnswer:
-            raise self._over(f"{self._where} does not answer") from None
+            raise self._over_error(f"{self._where} does not answer") from None
         except RuntimeError as error:
             if isinstance(error, WorkerError):
                 raise
@@ -225,7 +225,7 @@ class Meeting:
             while time.monotonic() < end:
                 self.look()
                 time.sleep(_LOOK_S)
-            raise self._over(f"{self._where} is gone: {described(error)}") from error
+            raise self._over_error(f"{self._where} is gone: {described(error)}") from error
 
     def _describe_missing(self) -> str:
         absent = [w for w in range(self._count) if w != self._index and w not in self._connected]
@@ -240,7 +240,7 @@ class Meeting:
             "others wait for it: start all workers at about the same time, and look at the output of the missing one"
         )
 
-    def _over(self, text: str) -> WorkerError:
+    def _over_error(self, text: str) -> WorkerError:
         self.lines.say("verdict", text, blamed=[])
         self._try(lambda: self._store.set(_OVER, text))
         return WorkerError(f"{text}. This is {name_of(self._index, self._count)}.")
@@ -274,7 +274,7 @@ class Meeting:
         del self._calls[call.worker]  # it is called again
         since = self._refused.setdefault(entry.secret, time.monotonic())
         if time.monotonic() - since > _REFUSED_S:
-            raise self._over(f"{entry.who} had come, and has ended or cannot be reached at {call.problem}")
+            raise self._over_error(f"{entry.who} had come, and has ended or cannot be reached at {call.problem}")
 
     def _answer(self, server: socket.socket, waiting: selectors.BaseSelector) -> None:
         """Takes the connections of workers of higher numbers, and the answers of those of lower ones."""
