@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from torchstrategy._base import row_errors
 from torchstrategy._base.context import in_use, is_accelerator, is_in_replica
 from torchstrategy._base.devices import canonical_device, copies_by_itself, local_accelerators, memory_device
 from torchstrategy._base.distributed_values import ABSENT, DistributedValues, PerReplica, select
@@ -37,9 +38,9 @@ from torchstrategy._base.types import Device, DeviceLike, Tree
 from torchstrategy._copies.given_weights import call_with, own_weights_in_place, send_given
 from torchstrategy._copies.gradients.gradient_hooks import attach_to_graph
 from torchstrategy._copies.refusals import refuse_uncopyable
-from torchstrategy._data.steps import in_equal_parts
+from torchstrategy._data.steps import split_equally
 from torchstrategy._group.reductions import check_gatherable
-from torchstrategy._group.transfer import concatenated
+from torchstrategy._group.transfer import concatenate_on
 from torchstrategy.strategies import CentralStorageStrategy, devices_of_replicas
 
 
@@ -160,9 +161,9 @@ class DataParallel(nn.Module):
                 raise
         if devices:
             _require_place(self.module, devices[0])
-            inputs, kwargs = moved((inputs, kwargs), devices[0])
+            inputs, kwargs = move_to((inputs, kwargs), devices[0])
         output = self.module(*inputs, **kwargs)
-        return output if self._output is None or self._output in devices else moved(output, self._output)
+        return output if self._output is None or self._output in devices else move_to(output, self._output)
 
     def _in_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_transforming():
@@ -325,8 +326,11 @@ def _take_prefix_off(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     # The versions of modules stay under their long names and get the short ones, too: the state dict may be loaded with
     # a DataParallel or without.
     versions = getattr(state_dict, "_metadata", {})
-    found = {f"{key}.": version for key, version in versions.items() if f"{key}.".startswith(long)}
-    versions.update({(prefix + key.removeprefix(long)).rstrip("."): version for key, version in found.items()})
+    for key, version in list(versions.items()):
+        path = f"{key}."
+        if path.startswith(long):
+            short = prefix + path.removeprefix(long)
+            versions[short.rstrip(".")] = version
 
 
 def _put_prefix_on(module: DataParallel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -336,9 +340,10 @@ def _put_prefix_on(module: DataParallel, state_dict: dict[str, Any], prefix: str
     """
     own, long = module.module.state_dict(keep_vars=True).keys(), f"{prefix}module."
     keys = [key for key in state_dict if key.startswith(prefix)]
-    as_they_are = sum(key.removeprefix(prefix) in own for key in keys)
-    if as_they_are < sum(key.startswith(long) and key.removeprefix(long) in own for key in keys):
-        return
+    num_without = sum(key.removeprefix(prefix) in own for key in keys)
+    num_with = sum(key.startswith(long) and key.removeprefix(long) in own for key in keys)
+    if num_without < num_with:
+        return  # it was saved with them
     _rename(state_dict, {key: long + key.removeprefix(prefix) for key in keys})
     # Only a whole state dict has the versions of modules. For a part of one, as of a parent module, there are none.
     versions = getattr(state_dict, "_metadata", {"module": None})
@@ -364,16 +369,16 @@ def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Devic
     """
     rows = _rows([("inputs", inputs), *kwargs.items()], dim)
     if not rows:
-        return PerReplica([moved((inputs, kwargs), devices[0]), *[ABSENT] * (len(devices) - 1)])
+        return PerReplica([move_to((inputs, kwargs), devices[0]), *[ABSENT] * (len(devices) - 1)])
 
     def piece(part: slice, device: Device) -> Tree:
-        def narrowed(leaf: Tree) -> Tree:
+        def narrow_leaf(leaf: Tree) -> Tree:
             is_cut = isinstance(leaf, torch.Tensor) and leaf.dim()
             return leaf.narrow(dim, part.start, part.stop - part.start) if is_cut else leaf
 
-        return moved(map_within(narrowed, (inputs, kwargs)), device) if part.stop > part.start else ABSENT
+        return move_to(map_within(narrow_leaf, (inputs, kwargs)), device) if part.stop > part.start else ABSENT
 
-    parts = in_equal_parts(len(devices), rows)  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
+    parts = split_equally(len(devices), rows)  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
     return PerReplica(list(map(piece, parts, devices)), tuple(part.stop - part.start for part in parts))
 
 
@@ -387,11 +392,11 @@ def put_together(
     """
     columns, spec = columns_of(outputs, replicas, are_results=False, what=f"an {name}")
     names = [path for path, _ in leaves_within(outputs[0], name, is_record=lambda leaf: False)]
-    united = [_united(column, replicas, dim, device, path) for column, path in zip(columns, names, strict=True)]
+    united = [_unite(column, replicas, dim, device, path) for column, path in zip(columns, names, strict=True)]
     return spec.unflatten(united)
 
 
-def moved(tree: Tree, device: Device) -> Tree:
+def move_to(tree: Tree, device: Device) -> Tree:
     """A tree with its tensors on a device. Gradients flow back."""
     target = memory_device(device)
 
@@ -404,7 +409,7 @@ def moved(tree: Tree, device: Device) -> Tree:
 
 def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
     """How many rows all tensors have; None if there are no tensors with rows."""
-    first = None
+    first_name, first_rows = "", None
     for name, leaf in chain.from_iterable(leaves_within(tree, name) for name, tree in arguments):
         if isinstance(leaf, DistributedValues):
             raise TypeError(
@@ -419,28 +424,22 @@ def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             continue
         if not -leaf.dim() <= dim < leaf.dim():
-            raise ValueError(
-                f"Inputs are cut along dim={dim}, and {name}, of shape {tuple(leaf.shape)}, has no such dimension."
-            )
-        rows = leaf.size(dim)
-        first = first or (name, rows)
-        if rows != first[1]:
-            raise ValueError(
-                f"Inputs are cut along dim={dim}, where {first[0]} has {first[1]} rows and {name} has {rows}: cut into "
-                "pieces they would no longer belong together. Give each as many: tensor.expand(...) repeats rows "
-                "without copying them. What is the same for all rows may be a buffer of the module."
-            )
-    return None if first is None else first[1]
+            raise row_errors.no_such_dimension_error(dim, name, tuple(leaf.shape))
+        if first_rows is None:
+            first_name, first_rows = name, leaf.size(dim)
+        if leaf.size(dim) != first_rows:
+            raise row_errors.unequal_inputs_error(dim, first_name, first_rows, name, leaf.size(dim))
+    return first_rows
 
 
-def _united(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str) -> Tree:
+def _unite(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str) -> Tree:
     first = values[0]
     if all(isinstance(value, torch.Tensor) for value in values):
-        return _united_tensors(values, dim, memory_device(device), name)
+        return _unite_tensors(values, dim, memory_device(device), name)
     if all(value is None for value in values):
         return None
     if not is_record(first) or any(type(value) is not type(first) for value in values):
-        return [moved(value, device) for value in values]
+        return [move_to(value, device) for value in values]
     parts = [parts_of(value) for value in values]
     for r, other in zip(replicas, parts, strict=True):
         if other.keys() != parts[0].keys():
@@ -449,13 +448,13 @@ def _united(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: D
                 f"hold: {', '.join(parts[0])} and {', '.join(other)}. Return the same containers whatever the rows are."
             )
 
-    def united(part: str, _: Tree) -> Tree:
+    def unite_part(part: str, _: Tree) -> Tree:
         return put_together([held[part] for held in parts], replicas, dim, device, f"{name}{part}")
 
-    return with_parts(first, united)
+    return with_parts(first, unite_part)
 
 
-def _united_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, name: str) -> torch.Tensor:
+def _unite_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, name: str) -> torch.Tensor:
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack([tensor.to(device) for tensor in tensors])
     try:
@@ -468,4 +467,4 @@ def _united_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, n
             "where there is one: name the dimension, as in squeeze(1). And pad_packed_sequence pads to the longest of "
             "a replica's own rows: give it total_length."
         ) from None
-    return tensors[0].to(device) if len(tensors) == 1 else concatenated(tensors, dim, device)
+    return tensors[0].to(device) if len(tensors) == 1 else concatenate_on(tensors, dim, device)

@@ -29,13 +29,14 @@ from torchstrategy._base.distributed_values import (
 from torchstrategy._base.errors import plural, require_type
 from torchstrategy._base.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._base.result_leaves import map_results
+from torchstrategy._base.row_errors import nothing_to_count_error, several_batches_error
 from torchstrategy._base.row_lists import is_row_list, own_rows
 from torchstrategy._base.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
 from torchstrategy._data.arrays import ArrayDataset
 from torchstrategy._data.batch_types import rows_of
 from torchstrategy._data.dataset import next_of
 from torchstrategy._data.options import DatasetFn, InputOptions
-from torchstrategy._group.reductions import as_axis, as_tensor, summed_along
+from torchstrategy._group.reductions import as_axis, as_tensor, sum_along
 from torchstrategy._parity.options import USUAL_OPTIONS, CommunicationOptions, as_options
 from torchstrategy._variables.kinds import VariablesOfExtended
 from torchstrategy.cluster_resolver import ClusterResolver
@@ -319,14 +320,15 @@ class StrategyExtended(VariablesOfExtended):
         places = colocate_with if isinstance(colocate_with, (list, tuple)) else [colocate_with]
         if not places:
             raise ValueError("update_non_slot(colocate_with=()) names no device to call its function for.")
-        devices = [canonical_device(one.device if isinstance(one, torch.Tensor) else one) for one in places]
+        named = [one.device if isinstance(one, torch.Tensor) else one for one in places]
+        devices = [canonical_device(one) for one in named]
 
         def on_device(device: Device, /, *args: Tree, **kwargs: Tree) -> Tree:
             with in_use(device):
                 return fn(*args, **kwargs)
 
         with strategy.scope():
-            return self._called(on_device, devices, args, kwargs, group)
+            return self._call_for_each(on_device, devices, args, kwargs, group)
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree, session: None = None) -> Dataset[Tree]:
         """What `Strategy.experimental_make_numpy_dataset` does.
@@ -428,7 +430,9 @@ class StrategyExtended(VariablesOfExtended):
             return self._reduce(ReduceOp.MEAN, value)
         products, sizes = _weighted_parts(value, weights)
         mean = self._reduce(ReduceOp.SUM, products) / self._reduce(ReduceOp.SUM, sizes)
-        dtype = as_tensor((value.values or (getattr(value, "understudy", mean),))[0]).dtype
+        # A worker whose replicas have no rows has a value that tells the dtype.
+        shown = value.values[0] if value.values else getattr(value, "understudy", mean)
+        dtype = as_tensor(shown).dtype
         return mean.to(dtype) if dtype.is_floating_point or dtype.is_complex else mean
 
     def _count_rows(self, batch: Tree) -> int:
@@ -438,7 +442,7 @@ class StrategyExtended(VariablesOfExtended):
             return _rows(batch, batch)
         rows = {leaf.rows for leaf in found if isinstance(leaf, PerReplica) and leaf.rows is not None}
         if len(rows) > 1:
-            raise ValueError(f"count_rows takes one batch; got parts of several, with the rows {sorted(rows)}.")
+            raise several_batches_error(rows)
         of_all = {leaf.rows_of_all for leaf in found if isinstance(leaf, PerReplica) and leaf.rows_of_all is not None}
         if len(of_all) == 1:
             return sum(of_all.pop())
@@ -450,10 +454,10 @@ class StrategyExtended(VariablesOfExtended):
         return sum(self._workers.all_gather_object(own, "strategy.count_rows"))
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis)[0], (value,), {}, NO_OPTIONS))
+        total = self._reduce(ReduceOp.SUM, self._run(lambda v: sum_along(v, axis)[0], (value,), {}, NO_OPTIONS))
         if op is ReduceOp.SUM:
             return total
-        sizes = self._run(lambda v: torch.tensor(summed_along(v, axis)[1]), (value,), {}, NO_OPTIONS)
+        sizes = self._run(lambda v: torch.tensor(sum_along(v, axis)[1]), (value,), {}, NO_OPTIONS)
         return total / self._reduce(ReduceOp.SUM, sizes)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
@@ -530,9 +534,7 @@ def _check_destinations(destinations: object) -> None:
 def _rows(component: Tree, batch: Tree) -> int:
     rows = rows_of(component)
     if rows is None:
-        raise ValueError(
-            f"count_rows takes a batch, or a value with rows; nothing in this one has any: {batch!r:.200}."
-        )
+        raise nothing_to_count_error(batch)
     return rows
 
 
@@ -543,14 +545,20 @@ def _weighted_parts(value: DistributedValues, weights: Tree) -> tuple[PerReplica
         ValueError: If it is not known how much a replica weighs.
         TypeError: If a component, or a weight, is no number.
     """
-    components, found = value._components, _weights(weights, len(value._components))
-    pairs = [(ABSENT, ABSENT) if v is ABSENT else _pair(v, w) for v, w in zip(components, found, strict=True)]
+    components = value._components
+    products: list[Tree] = []
+    sizes: list[Tree] = []
+    for component, weight in zip(components, _weights(weights, len(components)), strict=True):
+        product, size = (ABSENT, ABSENT) if component is ABSENT else _multiply(component, weight)
+        products.append(product)
+        sizes.append(size)
     spare = getattr(value, "understudy", None)  # of a worker without rows: what it would bring does not count
-    product, size = (None, None) if spare is None else _pair(spare, 0)
-    return PerReplica([p for p, _ in pairs], understudy=product), PerReplica([w for _, w in pairs], understudy=size)
+    product, size = (None, None) if spare is None else _multiply(spare, 0)
+    return PerReplica(products, understudy=product), PerReplica(sizes, understudy=size)
 
 
-def _pair(component: Tree, weight: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+def _multiply(component: Tree, weight: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """A component times its weight, and the weight, as tensors."""
     if weight is ABSENT:
         raise ValueError("weights=... has no weight for a replica that has a value: give the batch of the same step.")
     tensor = as_tensor(component)
@@ -572,8 +580,8 @@ def _weights(weights: Tree, count: int) -> Sequence[Tree]:
         return weights._components
     if isinstance(weights, (list, tuple)) and not found and len(weights) == count:
         return weights
+    got = f"a batch that was split with different rows, {sorted(rows)}" if rows else f"{weights!r}"
     raise ValueError(
         "weights=... says how much each replica weighs: give the batch that the strategy split, what strategy.run "
-        f"returned, such as a count of tokens, or a list of {plural(count, 'number')}, one for each replica. Got "
-        + (f"a batch that was split with different rows, {sorted(rows)}." if rows else f"{weights!r}.")
+        f"returned, such as a count of tokens, or a list of {plural(count, 'number')}, one for each replica. Got {got}."
     )

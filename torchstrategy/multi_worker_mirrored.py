@@ -25,13 +25,13 @@ from torchstrategy._parity.options import CommunicationOptions, as_options, chec
 from torchstrategy._run.example_counts import check_count
 from torchstrategy.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from torchstrategy.replicated import ReplicatedExtended
-from torchstrategy.strategies import devices_of_replicas, storage_of
+from torchstrategy.strategies import devices_of_replicas, make_storage
 from torchstrategy.strategy import Strategy, StrategyBase
 
 _NAME = "MultiWorkerMirroredStrategy"
 
 
-class Place(NamedTuple):
+class WorkerPlace(NamedTuple):
     """Where a process stands among those that train together."""
 
     rank: int = 0
@@ -68,11 +68,11 @@ class MultiWorkerMirroredBase(StrategyBase):
         check_usable(_NAME, replace(said, timeout_seconds=None), lambda: [])
         if timeout is None and said.timeout_seconds:
             timeout = timedelta(seconds=said.timeout_seconds)
-        place = _place(cluster_resolver)
+        place = _find_place(cluster_resolver)
         on = _own_devices(place) if devices is None else devices_of_replicas("devices", devices)
         workers = _workers(place, process_group, timeout, len(on))
         streams = WorkerStreams(workers, on[0]) if workers.count > 1 else None
-        storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, workers=workers, streams=streams)
+        storage = make_storage(on, on[0], buffer_aggregation, is_mirrored=True, workers=workers, streams=streams)
         super().__init__(ReplicatedExtended(storage, gradient_reduction, examples=count))
         self._extended._cluster_resolver = cluster_resolver
 
@@ -217,19 +217,19 @@ def _check_timeout(timeout: object) -> None:
         raise ValueError(f"{_NAME}(timeout={timeout!r}): the others have no time to come. Give a timeout above 0.")
 
 
-def _place(resolver: ClusterResolver | None) -> Place:
+def _find_place(resolver: ClusterResolver | None) -> WorkerPlace:
     """Where this process stands, if a resolver or the environment says so; else it is alone."""
     local_rank, local_count = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if has_group():
         rank, count = dist.get_rank(), dist.get_world_size()
-        return Place(rank=rank, num_workers=count, local_rank=local_rank, local_count=local_count)
+        return WorkerPlace(rank=rank, num_workers=count, local_rank=local_rank, local_count=local_count)
     if resolver is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return Place(rank=rank, num_workers=count, local_rank=local_rank, local_count=local_count)
-    return _resolved(resolver or TFConfigClusterResolver())
+        return WorkerPlace(rank=rank, num_workers=count, local_rank=local_rank, local_count=local_count)
+    return _place_in_cluster(resolver or TFConfigClusterResolver())
 
 
-def _resolved(resolver: ClusterResolver) -> Place:
+def _place_in_cluster(resolver: ClusterResolver) -> WorkerPlace:
     spec, kind, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     jobs = sorted({"chief", "master", "worker"}.intersection(spec.jobs))  # the chief comes first
     training = [(job, i) for job in jobs for i in spec.task_indices(job)]
@@ -239,7 +239,7 @@ def _resolved(resolver: ClusterResolver) -> Place:
             "'worker'. Start only these with this script: there are no parameter servers, and an evaluator is another."
         )
     if len(training) < 2:
-        return Place()
+        return WorkerPlace()
     if kind is None or index is None:
         raise ValueError(
             f"The cluster {spec} has several tasks, and the resolver does not say which of them this process is. Give "
@@ -248,10 +248,17 @@ def _resolved(resolver: ClusterResolver) -> Place:
     addresses = [spec.task_address(job, i) for job, i in training]
     rank = training.index((kind, index))
     hosts = [address.rpartition(":")[0] for address in addresses]
-    return Place(rank, len(training), addresses[0], hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
+    own_host = hosts[rank]
+    return WorkerPlace(
+        rank=rank,
+        num_workers=len(training),
+        address=addresses[0],
+        local_rank=hosts[:rank].count(own_host),
+        local_count=hosts.count(own_host),
+    )
 
 
-def _own_devices(place: Place) -> list[Device]:
+def _own_devices(place: WorkerPlace) -> list[Device]:
     accelerators = local_accelerators()
     if place.local_count < 2 or not accelerators:
         return devices_of_replicas("devices", None)
@@ -265,7 +272,9 @@ def _own_devices(place: Place) -> list[Device]:
     return [accelerators[place.local_rank]]
 
 
-def _workers(place: Place, group: dist.ProcessGroup | None, timeout: timedelta | None, num_replicas: int) -> Workers:
+def _workers(
+    place: WorkerPlace, group: dist.ProcessGroup | None, timeout: timedelta | None, num_replicas: int
+) -> Workers:
     if group is None and place.num_workers == 1:
         return LONE
     if not has_group():

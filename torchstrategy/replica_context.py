@@ -89,7 +89,7 @@ class ReplicaContext:
         """
         if self._group is None:
             return self._replica_id == 0
-        return self._group.workers.index == 0 and self._group.replica.index == self._group.run.present[0]
+        return self._group.workers.index == 0 and self._group.replica.index == self._group.participants.present[0]
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -134,14 +134,14 @@ class ReplicaContext:
         group = self._require_active("merge_call")
 
         def combine(brought: Sequence[Tree]) -> list[Tree]:
-            trees = dict(zip(group.run.present, brought, strict=True))
+            trees = dict(zip(group.participants.present, brought, strict=True))
             with refusing():
-                merged_args, merged_kwargs = group.run.regrouped(trees, group.workers)
+                merged_args, merged_kwargs = group.participants.regrouped(trees, group.workers)
             with Frame(self._strategy), self._published() as for_all:
                 function = merge_fn if for_all is None else for_all(merge_fn)
                 result = function(self._strategy, *merged_args, **merged_kwargs)
             check_component_counts(tree_flatten(result)[0], len(group.devices))
-            return [select(result, r) for r in group.run.present]
+            return [select(result, r) for r in group.participants.present]
 
         with refusing():
             given = tuple(args), dict(kwargs or {})
@@ -175,17 +175,21 @@ class ReplicaContext:
             TypeError: If a value cannot be added.
         """
         group = self._require_active("all_reduce")
+
+        def devices() -> list[Device]:
+            return [self._strategy.extended._device_of(r) for r in group.participants.present]
+
         with refusing():
             op = ReduceOp.of(reduce_op)
             said = as_options("all_reduce", options)
-            check_usable("all_reduce", said, lambda: [self._strategy.extended._device_of(r) for r in group.run.present])
+            check_usable("all_reduce", said, devices)
             names, leaves, put_back = by_name(value)
             tensors = [as_tensor(leaf) for leaf in leaves]
         if not leaves:
             return value
-        sums = group.in_buckets(said.bytes_per_pack).all_reduce(tensors, names, f"all_reduce({op.value})")
+        sums = group.with_buckets(said.bytes_per_pack).all_reduce(tensors, names, f"all_reduce({op.value})")
         if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
-            sums = [total / group.run.num_present for total in sums]
+            sums = [total / group.participants.count for total in sums]
         return put_back(sums)
 
     def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Tree:
@@ -218,7 +222,7 @@ class ReplicaContext:
             check_usable("all_gather", said)
             names, leaves, put_back = by_name(value)
             tensors, along = [as_tensor(leaf) for leaf in leaves], as_axis(axis)
-        return put_back(group.in_buckets(said.bytes_per_pack).all_gather(tensors, along, names))
+        return put_back(group.with_buckets(said.bytes_per_pack).all_gather(tensors, along, names))
 
     def __enter__(self) -> Self:
         entry = Frame(self._strategy, self)

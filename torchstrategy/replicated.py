@@ -26,14 +26,14 @@ from torchstrategy._base.trace import traced
 from torchstrategy._base.tree import by_name, map_leaves, tree_flatten, tree_leaves
 from torchstrategy._base.types import Device, ReplicaFn, Tree
 from torchstrategy._copies.replicated_storage import ReplicatedStorage
-from torchstrategy._data.dataset import distributed, distributed_from_function
+from torchstrategy._data.dataset import distribute_dataset, distribute_from_function
 from torchstrategy._data.options import DatasetFn, InputOptions
 from torchstrategy._data.same_rows import mention_reads
 from torchstrategy._group.device_streams import DeviceStreams
 from torchstrategy._group.group import Replica, ReplicaGroup
 from torchstrategy._group.instruments import performed_alone
 from torchstrategy._group.participants import ReplicaWeights
-from torchstrategy._group.reductions import as_axis, as_tensor, combined, gathered
+from torchstrategy._group.reductions import as_axis, as_tensor, gather_values, reduce_values
 from torchstrategy._group.replica_threads import Replicas
 from torchstrategy._group.workers import Workers
 from torchstrategy._parity.cross_device_ops import ON_ONE_DEVICE, CrossDeviceOps
@@ -173,14 +173,16 @@ class ReplicatedExtended(StrategyExtended):
         strategy, storage, leaves = self._container_strategy(), self._storage, tree_leaves((args, kwargs))
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
-        weights = self._weights(storage, leaves, options, self._counts(args, kwargs, options))
+        # The numbers below are the steps of Note [The story of a step]; `regrouped` is 5.
+        weights = self._weights(storage, leaves, options, self._counts(args, kwargs, options))  # 1
         # A step that was looked at often enough goes no further way than this.
         is_settled = options.gradient_reduction is None and getattr(fn, "__code__", None) in self._losses.settled
         losses = None if is_settled else self._losses.begin_run(fn, options, weights, leaves)
+        # See Note [Why a worker without rows runs the step] in `_group/participants`.
         uncounted = storage.as_before() if weights.is_understudy else _NO_BLOCK
         caching = parametrizations_computed_anew() if are_parametrizations_cached() else _NO_BLOCK
         streams = DeviceStreams(self._accelerators, self._side_streams) if self._accelerators else None
-        run = storage.begin_run(weights, fn, leaves, lambda: Frame(strategy))
+        run = storage.begin_run(weights, fn, leaves, lambda: Frame(strategy))  # 2 and, when the block is left, 6
         telling = self._workers.arrive if self._workers.count > 1 else None
         with streams or _NO_BLOCK, run as run_state, uncounted, caching:
 
@@ -206,7 +208,7 @@ class ReplicatedExtended(StrategyExtended):
                     finally:
                         context._ends()
 
-            results = self._replicas.run(call, weights.present, run_state.watch, streams)
+            results = self._replicas.run(call, weights.present, run_state.watch, streams)  # 3, and in it 4
             if self._streams is not None:
                 self._workers.arrive("the end of strategy.run")
                 self._streams.has_drawn |= self._replicas.has_drawn
@@ -264,7 +266,7 @@ class ReplicatedExtended(StrategyExtended):
                 args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0)
         frame, frames = LoneFrame(self._container_strategy()), this_thread.frames
         depth, device = len(frames), self._alone_on
-        try:  # not a block: a signal's handler may raise on the way into its `__exit__`, and the frame would stay
+        try:  # not a block: see Note [What happens on Ctrl-C] in `_group/replica_threads`
             frames.append(frame)
             if device is None or not needs_device_context(device):
                 return performed_alone(fn, args, kwargs)
@@ -284,7 +286,7 @@ class ReplicatedExtended(StrategyExtended):
         return next((value for matters, value in of_all if matters), own)
 
     def _of_all_workers(self, put_together: Callable[..., torch.Tensor], value: Tree) -> torch.Tensor:
-        """One tensor of what all workers have of a value; `put_together` is `combined` or `gathered`."""
+        """One tensor of what all workers have of a value; `put_together` is `reduce_values` or `gather_values`."""
         with self._exchanging("strategy.reduce or strategy.gather"):
             check_component_counts([value], self._num_local)
             values, matter = self._parts_of(value)
@@ -312,7 +314,7 @@ class ReplicatedExtended(StrategyExtended):
         names, leaves, put_back = by_name([value for value, _ in pairs])
         self._agree_on_parts(lambda: names)
         reduced = zip(put_back(self._reduce_all(op, leaves, options)), pairs, strict=True)
-        return [map_leaves(partial(given_values.sent, destinations=where), value) for value, (_, where) in reduced]
+        return [map_leaves(partial(given_values.send_to, destinations=where), value) for value, (_, where) in reduced]
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return self._reduce_all(op, [value], USUAL_OPTIONS)[0]
@@ -350,20 +352,22 @@ class ReplicatedExtended(StrategyExtended):
         check_component_counts(reduced, self._num_local)
         apart = [leaf for leaf in reduced if isinstance(leaf, DistributedValues)]
         if self._workers.count > 1:
-            totals = [self._of_all_workers(partial(combined, op, None), value) for value in apart]
+            totals = [self._of_all_workers(partial(reduce_values, op, None), value) for value in apart]
         else:
             # Outside of replicas a variable acts as one tensor. Its values for the replicas are what is reduced.
             values = [value if isinstance(value, PerReplica) else PerReplica(value.values) for value in apart]
-            pairs = [(value, self._storage.parameter_device) for value in values]
-            if len(pairs) == 1:
-                ((value, where),) = pairs
-                totals = [self._ops.reduce(op, value, where, options)]
+            where = self._storage.parameter_device
+            if len(values) == 1:
+                totals = [self._ops.reduce(op, values[0], where, options)]
             else:
-                totals = self._ops.batch_reduce(op, pairs, options)
-            if op is ReduceOp.MEAN:  # that of integers is of torch's default dtype, also if one replica was present
-                totals = [t / 1 if len(v.values) == 1 else t for t, v in zip(totals, values, strict=True)]
-        ordered = iter(totals)
-        return [next(ordered) if isinstance(leaf, DistributedValues) else leaf for leaf in reduced]
+                totals = self._ops.batch_reduce(op, [(value, where) for value in values], options)
+            if op is ReduceOp.MEAN:
+                for i, value in enumerate(values):
+                    # The mean of integers is of torch's default dtype, also if one replica was present.
+                    if len(value.values) == 1:
+                        totals[i] = totals[i] / 1
+        in_order = iter(totals)
+        return [next(in_order) if isinstance(leaf, DistributedValues) else leaf for leaf in reduced]
 
     def _without_sending(self, op: ReduceOp, value: Tree) -> Tree:
         """The sum or mean of a value that is known to be the same in all replicas; else the value itself."""
@@ -377,14 +381,14 @@ class ReplicatedExtended(StrategyExtended):
         return as_tensor(value).clone()
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        return self._of_all_workers(partial(combined, op, axis), value)
+        return self._of_all_workers(partial(reduce_values, op, axis), value)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         if not isinstance(value, DistributedValues):
-            return given_values.gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
+            return given_values.gather_alone(value, axis) if self._num_replicas_in_sync == 1 else value
 
         def put_together(values: Sequence[Tree], device: Device, workers: Workers, matter: bool) -> torch.Tensor:
-            return gathered(as_axis(axis), values, device, workers, matter)
+            return gather_values(as_axis(axis), values, device, workers, matter)
 
         return self._of_all_workers(put_together, value)
 
@@ -398,16 +402,16 @@ class ReplicatedExtended(StrategyExtended):
         return list(chain.from_iterable(of_all))
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
-        return given_values.sent(tensor, destinations)
+        return given_values.send_to(tensor, destinations)
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
         return distributed_values.local_results(distributed_value, self._num_local)
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
-        return distributed(dataset, self._storage.devices, options, self._workers)
+        return distribute_dataset(dataset, self._storage.devices, options, self._workers)
 
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
-        return distributed_from_function(dataset_fn, self._storage.devices, options, self._workers)
+        return distribute_from_function(dataset_fn, self._storage.devices, options, self._workers)
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         self._storage.take_module(module)

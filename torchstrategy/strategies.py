@@ -20,11 +20,11 @@ from torchstrategy._base.result_leaves import map_results
 from torchstrategy._base.types import Device, DeviceLike, Tree
 from torchstrategy._copies.replicated_storage import ReplicatedStorage
 from torchstrategy._data.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
-from torchstrategy._group.reductions import as_tensor, combined
+from torchstrategy._group.reductions import as_tensor, reduce_values
 from torchstrategy._parity.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
 from torchstrategy._parity.options import CommunicationOptions
 from torchstrategy._run.example_counts import check_count
-from torchstrategy._run.given_values import gathered_alone
+from torchstrategy._run.given_values import gather_alone
 from torchstrategy._run.own.own_objects import OwnObjects
 from torchstrategy._run.placement import Placement
 from torchstrategy._run.storage import Storage, is_nobodys
@@ -39,17 +39,17 @@ class OneDeviceExtended(ReplicatedExtended):
     _run = ReplicatedExtended._run_alone
 
     def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
-        return list(map(_own, leaves))
+        return list(map(_own_value, leaves))
 
     def _reduce_leaves(self, op: ReduceOp, value: Tree) -> Tree:
-        return map_results(_own, value)  # which is what the above comes to, and costs less
+        return map_results(_own_value, value)  # which is what the above comes to, and costs less
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        tensor = as_tensor(_own(value))
-        return combined(op, axis, [tensor], tensor.device)
+        tensor = as_tensor(_own_value(value))
+        return reduce_values(op, axis, [tensor], tensor.device)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
-        return gathered_alone(_own(value), axis)
+        return gather_alone(_own_value(value), axis)
 
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -102,7 +102,7 @@ class DefaultExtended(OneDeviceExtended):
         return canonical_device(None)
 
 
-def _own(value: Tree) -> Tree:
+def _own_value(value: Tree) -> Tree:
     """The value of a lone replica, wherever it was made."""
     if not isinstance(value, DistributedValues):
         return value
@@ -187,7 +187,7 @@ class CentralStorageBase(StrategyBase):
         devices = devices_of_replicas("compute_devices", compute_devices)
         if parameter_device in (None, ""):
             parameter_device = devices[0] if len(devices) == 1 else _default_owner(devices)
-        storage = storage_of(devices, canonical_device(parameter_device), buffer_aggregation)
+        storage = make_storage(devices, canonical_device(parameter_device), buffer_aggregation)
         super().__init__(ReplicatedExtended(storage, gradient_reduction, examples=count))
 
 
@@ -257,7 +257,7 @@ class MirroredBase(StrategyBase):
         # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
         is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)
         all_reduce = ops._weighted_sums if is_all_reduced else None
-        storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, all_reduce=all_reduce)
+        storage = make_storage(on, on[0], buffer_aggregation, is_mirrored=True, all_reduce=all_reduce)
         if len(on) == 1:
             ops = ReductionToOneDevice()
         super().__init__(ReplicatedExtended(storage, gradient_reduction, ops, count))
@@ -392,7 +392,7 @@ def _default_owner(devices: Sequence[Device]) -> Device:
     return canonical_device("cpu:0")
 
 
-def storage_of(devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any) -> Storage:
+def make_storage(devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any) -> Storage:
     """The storage: one replica on the parameter device uses the user's own objects, all others have copies.
 
     Raises:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import wraps
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast, final, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, cast, final, overload
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ def _says_axis(reduce: F) -> F:
     """`Strategy.reduce`, which says what to write to somebody who left out `axis`."""
 
     @wraps(reduce)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def check_and_reduce(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 3 and "axis" not in kwargs:
             call = (
                 f'strategy.reduce("{args[1]}", value, axis=' if isinstance(args[1], str) else "reduce(op, value, axis="
@@ -65,7 +65,15 @@ def _says_axis(reduce: F) -> F:
             )
         return reduce(*args, **kwargs)
 
-    return cast(F, checked)
+    return cast(F, check_and_reduce)
+
+
+class _Entry(NamedTuple):
+    """One entry into a scope that was not left yet."""
+
+    thread: int
+    frame: Frame | None  # the current one of the thread, right after it
+    stack: ExitStack  # what leaving undoes
 
 
 @final
@@ -74,7 +82,7 @@ class StrategyScope(Generic[S]):
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
-        self._entries: list[tuple[int, Frame | None, ExitStack]] = []  # the first is the thread
+        self._entries: list[_Entry] = []
 
     def __enter__(self) -> S:
         strategy, current = self._strategy, current_frame()
@@ -88,18 +96,20 @@ class StrategyScope(Generic[S]):
                     f"Must not nest the default strategy's scope in the scope of {current.strategy!r}. Leave that "
                     "scope: outside of scopes the default strategy is the current one."
                 )
-            self._entries.append((get_ident(), current_frame(), stack.pop_all()))
+            self._entries.append(_Entry(get_ident(), current_frame(), stack.pop_all()))
         return strategy
 
     def __exit__(self, *exception: Any) -> None:
-        here = [entry for entry in self._entries if entry[0] == get_ident() and entry[1] is current_frame()]
+        thread, frame = get_ident(), current_frame()
+        here = [entry for entry in self._entries if entry.thread == thread and entry.frame is frame]
         if not here:
             raise RuntimeError(
                 f"Scope nesting error: the scope of {self._strategy!r} was left, and it is not the one that was "
                 "entered last on this thread. Leave scopes in the reverse order of entering them; `with` does."
             )
-        self._entries.remove(here[-1])
-        here[-1][2].__exit__(*exception)
+        last = here[-1]
+        self._entries.remove(last)
+        last.stack.__exit__(*exception)
 
 
 class StrategyBase:
@@ -138,8 +148,8 @@ class StrategyBase:
             facts.append(plural(self.num_replicas_in_sync, "replica"))
             workers = self._extended._workers.count
             of_each = f" of each of {workers} workers" if workers > 1 else ""
-            facts[0] += f" on {_listed(self._extended.worker_devices)}{of_each}"
-            facts.append(f"parameters on {_listed(self._extended.parameter_devices)}")
+            facts[0] += f" on {_list_devices(self._extended.worker_devices)}{of_each}"
+            facts.append(f"parameters on {_list_devices(self._extended.parameter_devices)}")
         return f"{type(self).__name__}({', '.join(facts)})"
 
     if not TYPE_CHECKING:  # a type checker shall not take every name for an attribute
@@ -871,7 +881,7 @@ def _check_run(args: object, kwargs: object, options: object) -> None:
         raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
 
 
-def _listed(devices: Sequence[Device]) -> str:
+def _list_devices(devices: Sequence[Device]) -> str:
     return ", ".join(dict.fromkeys(map(str, devices)))
 
 

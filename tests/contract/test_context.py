@@ -159,7 +159,8 @@ def test_leaving_a_scope_that_was_not_entered_is_an_error(chosen: Strategy) -> N
     assert state() == outside()
 
 
-def test_leaving_scopes_in_the_order_of_entering_them_is_an_error_and_changes_nothing(chosen: Strategy) -> None:
+def test_leaving_scopes_in_the_order_of_entering_is_an_error(chosen: Strategy) -> None:
+    """It changes nothing."""
     first, second = chosen.scope(), chosen.scope()
     with first:
         with second:
@@ -191,7 +192,7 @@ def test_the_scope_of_the_default_strategy_changes_nothing() -> None:
     assert state() == outside()
 
 
-def test_the_scope_of_a_strategy_can_be_entered_in_that_of_the_default_one(chosen: Strategy) -> None:
+def test_a_scope_can_be_entered_in_that_of_the_default_strategy(chosen: Strategy) -> None:
     with DEFAULT.scope():
         with chosen.scope():
             assert state() == in_scope_of(chosen)
@@ -435,7 +436,8 @@ def test_no_strategy_can_be_set_in_a_replica(strategy: Strategy, nothing: bool) 
     assert state() == outside()
 
 
-def test_no_strategy_can_be_set_in_a_replica_of_the_one_that_was_set(chosen: Strategy) -> None:
+def test_in_a_replica_no_strategy_can_be_set(chosen: Strategy) -> None:
+    """Nor can the one that was set before the run be taken away."""
     with set_strategy(chosen):
         with pytest.raises(RuntimeError, match=SET_INSIDE):
             chosen.run(lambda: experimental_set_strategy(None))

@@ -172,7 +172,7 @@ def test_options_are_refused_by_who_has_no_use_for_them() -> None:
         strategy.run(lambda: 1, options=RunOptions(run_empty_replicas=True))
 
 
-def test_an_extended_is_of_the_strategy_that_it_was_made_for_before_that_has_it() -> None:
+def test_an_extended_knows_its_strategy_before_that_has_it() -> None:
     seen = []
 
     class Curious(Alone):

@@ -208,9 +208,8 @@ def test_weights_that_are_learned_have_the_gradient_of_the_quotient(reduction: R
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 @pytest.mark.parametrize("batches", [[7, 2], [4, 1, 6]], ids=str)
-def test_gradients_that_accumulate_in_steps_and_over_runs_are_those_of_one_large_batch(
-    batches: list[int], reduction: ReduceOp
-) -> None:
+def test_accumulated_gradients_are_those_of_one_large_batch(batches: list[int], reduction: ReduceOp) -> None:
+    """They accumulate in steps, and over runs."""
     strategy = STRATEGIES[3]
     model, twin = models(strategy)
     parts = [[*batch_of(rows, 5), some(rows, 5) > 0.4] for rows in batches]
@@ -260,9 +259,7 @@ def test_replicas_that_do_not_all_ask_for_the_total_are_told_so() -> None:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 @pytest.mark.parametrize("weights", [torch.zeros(7), torch.zeros(7, dtype=torch.bool)], ids=["numbers", "bools"])
-def test_a_batch_in_which_nothing_counts_has_a_loss_and_a_gradient_of_zero(
-    weights: torch.Tensor, reduction: ReduceOp
-) -> None:
+def test_where_nothing_counts_loss_and_gradient_are_zero(weights: torch.Tensor, reduction: ReduceOp) -> None:
     strategy = STRATEGIES[3]
     model, _ = models(strategy)
     model.zero_grad()

@@ -85,7 +85,7 @@ def test_a_data_parallel_of_torchs_in_a_model_is_refused_by_name(given_to: Any, 
         given_to(module)()
 
 
-def test_a_device_that_is_named_by_its_type_is_that_of_the_replica_in_a_step() -> None:
+def test_in_a_step_a_type_of_device_means_that_of_the_replica() -> None:
     strategy = central(3)
     model = strategy.distribute_module(nn.Linear(2, 2))
 

@@ -229,7 +229,8 @@ FORK = """
 
 @needs_fork
 @pytest.mark.slow
-def test_a_run_in_a_forked_child_works_and_one_that_it_was_forked_in_does_not_hang() -> None:
+def test_a_forked_child_can_run_and_does_not_hang() -> None:
+    """It was forked between runs, and in a merge function, where it may also go on with the run."""
     done = run_program(FORK)
     assert done.returncode == 0, done.stderr
     whens = ("between runs", "in a merge function", "and goes on with the run")
@@ -281,7 +282,7 @@ print(statuses[::2], statuses[1::2])
 
 
 @needs_fork
-def test_a_child_that_was_forked_in_a_replica_does_not_wait_for_the_others() -> None:
+def test_a_child_forked_in_a_replica_waits_for_nobody() -> None:
     """It waited for ever at the next meeting, and at the end of the step, and its parent waited for it."""
     done = run_program(FORK_IN_A_REPLICA)
     assert done.returncode == 0, done.stderr

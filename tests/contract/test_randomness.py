@@ -439,9 +439,10 @@ def test_after_a_failure_the_caller_goes_on_where_replica_0_stopped(
     assert after == draws()
 
 
-def test_what_a_stopped_replica_draws_while_it_unwinds_is_not_drawn_from_the_caller(
+def test_a_stopped_replica_draws_nothing_from_the_caller(
     several: torchstrategy.Strategy,
 ) -> None:
+    """While it unwinds."""
     last = several.num_replicas_in_sync - 1
 
     def step() -> None:
@@ -538,7 +539,7 @@ class Noisy(nn.Linear):
         return super().forward(x[:, order.to(x.device)] + noise.to(x.device))
 
 
-def test_a_generator_of_the_cpu_draws_on_the_cpu_where_plain_torch_has_it_do_so(
+def test_a_generator_of_the_cpu_draws_on_the_cpu_as_in_torch(
     strategy: torchstrategy.Strategy,
 ) -> None:
     """The default device of a replica is its own, and torch refused a generator that cannot draw there."""

@@ -143,7 +143,8 @@ def test_reducing_leaves_the_components_as_they_are(several: Strategy) -> None:
     assert all(map(torch.equal, value.values, before))
 
 
-def test_reducing_the_value_of_the_lone_replica_present_makes_a_tensor_of_its_own() -> None:
+def test_the_reduced_value_of_one_replica_is_a_new_tensor() -> None:
+    """Only this replica was present."""
     value = TWO.run(lambda x: x, args=(dealt(TWO, torch.ones(1)),))
     for reduced in (
         TWO.reduce("sum", value, axis=None),

@@ -37,7 +37,8 @@ def test_a_scope_does_not_move_what_names_its_own_device() -> None:
 # In a replica
 
 
-def test_in_a_replica_the_strategy_is_current_and_the_context_is_not_cross_replica(chosen: Strategy) -> None:
+def test_in_a_replica_its_strategy_is_current(chosen: Strategy) -> None:
+    """And the context is not the cross-replica one."""
     assert in_each_replica(chosen, state) == [in_replica_of(chosen)] * chosen.num_replicas_in_sync
     assert state() == outside()
 
@@ -58,7 +59,7 @@ def test_the_replica_context_knows_its_id_its_group_and_its_strategy(strategy: S
     assert in_each_replica(strategy, step) == [(r, n, strategy, (devices[r],)) for r in range(n)]
 
 
-def test_the_replica_context_is_one_object_within_a_run_and_another_in_the_next(strategy: Strategy) -> None:
+def test_each_run_has_one_replica_context(strategy: Strategy) -> None:
     def step() -> ReplicaContext | None:
         assert get_replica_context() is get_replica_context()
         return get_replica_context()
@@ -130,7 +131,8 @@ def test_in_a_merge_function_the_context_is_cross_replica(strategy: Strategy) ->
 # ReplicaContext
 
 
-def test_a_replica_context_that_was_kept_still_knows_who_it_was_and_does_nothing_more(chosen: Strategy) -> None:
+def test_a_kept_replica_context_only_knows_who_it_was(chosen: Strategy) -> None:
+    """It does nothing more."""
     kept: list[ReplicaContext] = []
     chosen.run(lambda: kept.append(get_replica_context()))
     for r, context in enumerate(sorted(kept, key=lambda context: context.replica_id_in_sync_group)):

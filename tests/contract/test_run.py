@@ -202,7 +202,8 @@ def test_replicas_that_wait_run_on_threads_of_their_own_which_stay(several: Stra
     assert several.run(step).values == idents
 
 
-def test_what_a_step_sets_on_its_thread_is_seen_by_no_other_replica_and_not_by_the_caller(several: Strategy) -> None:
+def test_what_a_step_sets_on_its_thread_stays_in_its_replica(several: Strategy) -> None:
+    """No other replica sees it, nor does the caller."""
     mine = contextvars.ContextVar("mine", default="the caller's")
 
     def seen() -> str:

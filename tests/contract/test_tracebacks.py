@@ -48,7 +48,9 @@ def raised(strategy: torchstrategy.Strategy, step: Callable[..., object]) -> Bas
 
 
 @pytest.mark.parametrize("kind", TOPOLOGIES)
-def test_an_error_in_a_step_shows_the_call_of_run_and_the_lines_of_the_step(kind: str) -> None:
+def test_an_error_in_a_step_shows_the_users_lines(kind: str) -> None:
+    """The call of run, and the lines of the step."""
+
     def step(x: torch.Tensor) -> torch.Tensor:
         return failing(x)
 

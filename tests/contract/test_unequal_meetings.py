@@ -164,9 +164,8 @@ def test_a_meeting_in_a_finally_block_is_held_when_all_come_to_it(several: torch
 
 
 @pytest.mark.parametrize("who", ["first", "last"])
-def test_a_meeting_in_a_finally_block_is_not_waited_for_by_those_who_are_stopped(
-    several: torchstrategy.Strategy, who: str
-) -> None:
+def test_the_stopped_do_not_wait_in_a_finally_block(several: torchstrategy.Strategy, who: str) -> None:
+    """A step synchronizes in such a block."""
     fails = 0 if who == "first" else several.num_replicas_in_sync - 1
     error, reached = ValueError("bad"), []
 

@@ -48,7 +48,8 @@ def logged(strategy: torchstrategy.Strategy) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", [*TOPOLOGIES, "four central", "four mirrored", "four in version 1"])
-def test_a_scalar_loss_of_uneven_replicas_is_that_of_plain_pytorch_over_an_epoch(kind: str) -> None:
+def test_over_an_epoch_a_scalar_loss_is_plain_pytorchs(kind: str) -> None:
+    """Also where the replicas have uneven rows."""
     four: dict[str, Any] = {
         "four central": lambda: torchstrategy.CentralStorageStrategy(compute_devices(4)),
         "four mirrored": lambda: torchstrategy.MirroredStrategy(compute_devices(4)),

@@ -24,7 +24,8 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     outsider          a trainable tensor that a step names and of which replicas have no copies
     lead              the first replica that is present: where one replica speaks for all of them, it does
     worker            one of several processes that train together, each with replicas of its own
-    understudy        a worker without rows: its first replica runs the step on others' rows, and nothing of it counts
+    understudy        a worker without rows: its first replica runs the step on others' rows, and nothing of it counts;
+                      `_group/participants.py` says why
     lane              the replicas that take turns: those on one physical device, or all of them
 
 At a *synchronization point* every replica brings something, and all go on together: `optimizer.step()`, a collective.
@@ -64,5 +65,3 @@ file imports only files that stand before it in its room's docstring.
     testing                simulated devices, and checks for tests of the user's own
     compat                 the names of TensorFlow 1
 """
-
-"""The rooms of the package: a picture of them, the way of a step through them, and what CONTRIBUTING says of them."""

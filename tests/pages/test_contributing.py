@@ -12,7 +12,8 @@ from test_readme import BLOCK, commands_in
 from house.picture import ROOT, floors, package
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-COMMANDS = [command for match in BLOCK.finditer(PAGE) for command in commands_in(match[2])]
+SHELL = [match[2] for match in BLOCK.finditer(PAGE) if match[1] == "bash"]
+COMMANDS = [command for text in SHELL for command in commands_in(text)]
 QUOTED = sorted({quoted for quoted in re.findall(r"`([^`\n]+)`", BLOCK.sub("", PAGE)) if " " not in quoted})
 LINKS = sorted(set(re.findall(r"\]\(([^)#]+)", PAGE)))
 SCRIPT = re.compile(r"`python (\S+\.py)`")
@@ -45,6 +46,34 @@ def test_a_file_that_is_named_exists(path: str) -> None:
 def test_a_file_that_does_not_exist_is_noticed() -> None:
     assert not is_there("_copies/no_such_file.py")
     assert not is_there("no_such_file.py")
+
+
+def test_the_map_is_that_of_the_house() -> None:
+    """Each room, with what the docstring of `tests/house` says of it, from the lowest floor up."""
+    rows = [f"| {room.name} | {room.purpose} |" for floor in floors() for room in floor]
+    assert "\n".join(rows) in PAGE.replace("`", "")
+
+
+# What a stranger was asked to find, of whom one opened ten files for a single question.
+TASKS = [
+    "add a strategy to the package",
+    "support another type of batch for everyone",
+    "change how much a gradient counts, or know where it is weighed",
+    "know or change who may write a parameter",
+    "change what is said of rows that do not fit",
+    "know where running statistics of replicas become one",
+    "know why a worker without rows runs the step",
+    "change how a run is undone",
+    "know what happens on Ctrl-C",
+    "add what an operator costs in virtual time, or change it",
+]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_question_is_answered_by_three_files_at_most(task: str) -> None:
+    (answer,) = re.findall(rf"^\| {re.escape(task)} \| (.+) \|$", PAGE, re.MULTILINE)
+    files = set(re.findall(r"`([\w/]+\.py)`", answer))
+    assert 1 <= len(files) <= 3
 
 
 def test_every_room_that_is_named_exists() -> None:

@@ -18,7 +18,7 @@ from torchstrategy import _data
 from torchstrategy._data import batch_types
 from torchstrategy._data.dataset import DistributedDataset, DistributedIterator, Optional
 from torchstrategy._data.options import InputOptions
-from torchstrategy._data.steps import in_equal_parts
+from torchstrategy._data.steps import split_equally
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 TEXT = PAGE.read_text()
@@ -42,7 +42,7 @@ def test_the_table_of_pieces_is_the_rule() -> None:
     assert len(table) == 8
     for rows, *cells in table:
         for replicas, cell in enumerate(cells, start=2):
-            assert cell == ", ".join(str(piece.stop - piece.start) for piece in in_equal_parts(replicas, int(rows)))
+            assert cell == ", ".join(str(piece.stop - piece.start) for piece in split_equally(replicas, int(rows)))
 
 
 def test_the_table_of_kinds_has_all_of_them_in_their_order() -> None:

@@ -109,5 +109,5 @@ def test_a_sum_may_be_wanted_where_none_of_the_values_is(monkeypatch: pytest.Mon
     # What several CUDA devices would do: torch's own sum, which is for where one of the values is.
     monkeypatch.setattr(comm, "_KNOWN", frozenset({"sim"}))
     monkeypatch.setattr(nccl, "is_available", lambda tensors: False)
-    total = comm.added([torch.full((2,), r + 1.0, device=SIM[r]) for r in range(4)], target)
+    total = comm.sum_on([torch.full((2,), r + 1.0, device=SIM[r]) for r in range(4)], target)
     assert (total.tolist(), total.device) == ([10, 10], target)

@@ -12,7 +12,7 @@ from torch.nn.parallel import comm
 
 import torchstrategy
 from torchstrategy._group import transfer
-from torchstrategy._group.transfer import brought
+from torchstrategy._group.transfer import copy_to
 from torchstrategy.testing import Traffic, count_traffic, record_streams
 
 OWNER, DEVICES = torch.device("sim:4"), ["sim:0", "sim:1"]
@@ -131,13 +131,13 @@ def test_small_tensors_share_a_copy_and_keep_their_values_shapes_and_dtypes() ->
     tensors = [torch.randn(3, 2), torch.arange(5), torch.tensor(7.0), torch.randn(2, 3).T, torch.empty(0, 4)]
     tensors += [torch.randn(300, 300), torch.eye(3).to_sparse(), torch.ones(1, dtype=torch.bfloat16)]
     with count_traffic() as traffic:
-        there = brought(tensors, torch.device("sim:2"))
+        there = copy_to(tensors, torch.device("sim:2"))
     assert traffic.copies == 5  # float32 together, int64, bfloat16, a large one, a sparse one
     for tensor, moved in zip(tensors, there, strict=True):
         assert (moved.shape, moved.dtype, moved.device) == (tensor.shape, tensor.dtype, torch.device("sim:2"))
         assert torch.equal(moved.cpu().to_dense(), tensor.to_dense())
-    assert brought([], torch.device("sim:2")) == []
-    assert brought(there[:2], torch.device("sim:2"))[0] is there[0]
+    assert copy_to([], torch.device("sim:2")) == []
+    assert copy_to(there[:2], torch.device("sim:2"))[0] is there[0]
 
 
 @pytest.mark.parametrize("owner", ["cpu", "sim:0", "sim:4"])

@@ -7,6 +7,7 @@ apart and puts them together again. A value of several replicas is a `Distribute
 replica a thread is.
 
     errors                words for messages, the warnings of a run, and where in a replica an exception was raised
+    row_errors            the errors for rows that do not fit, all in one place
     options               what a person says about one run, one variable or one value function
     torch_internals       the only imports of private names of torch, each with its reason
     recurrent_layers      the weights of recurrent layers, which cuDNN wants in one piece of memory

@@ -29,7 +29,7 @@ from torchstrategy._base.torch_internals import raw_grad, versions
 from torchstrategy._base.trace import traced
 from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter
 from torchstrategy._copies.replica_steppers import settings_of
-from torchstrategy._group.transfer import brought
+from torchstrategy._group.transfer import copy_to
 
 # Returns the copy of an accumulated gradient that is on the device of a replica already, or None.
 Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
@@ -166,7 +166,7 @@ class _Copy:
             # The replica's parameter may have got other memory since the last step (`ModuleReplica.bring_parameters`).
             if plain.data_ptr() != local.data_ptr() or plain.shape != local.shape:
                 plain.data = local.detach()
-        sent = iter(brought([gradient for _, gradient, here in gradients if here is None], trained[0].device))
+        sent = iter(copy_to([gradient for _, gradient, here in gradients if here is None], trained[0].device))
         for (_, _, here), plain in zip(gradients, trained, strict=True):
             plain.grad = next(sent) if here is None else here
         try:

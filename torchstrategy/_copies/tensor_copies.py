@@ -14,7 +14,7 @@ from torchstrategy._base.objects.changes import extent
 from torchstrategy._base.recurrent_layers import flatten_weights
 from torchstrategy._base.torch_internals import flat_weights
 from torchstrategy._base.types import Device
-from torchstrategy._group.transfer import sent_to
+from torchstrategy._group.transfer import detached_copy
 
 _ALIGNMENT = 16  # bytes; the elements of any dtype may begin there
 
@@ -24,7 +24,7 @@ def copies_of(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Ten
     groups = sharing_memory(tensors)
     shared = {index for group in groups for index in group}
     # Each by itself: tensors that were sent together would be parts of one piece of memory.
-    copies = {i: sent_to(tensor, device) for i, tensor in enumerate(tensors) if i not in shared}
+    copies = {i: detached_copy(tensor, device) for i, tensor in enumerate(tensors) if i not in shared}
     for group in groups:
         copies.update(zip(group, _copied_together([tensors[index] for index in group], device), strict=True))
     return [copies[index] for index in range(len(tensors))]
@@ -59,7 +59,7 @@ def _copied_together(tensors: Sequence[torch.Tensor], device: Device) -> list[to
     # A view of any dtype needs a whole number of its elements.
     padded = memory.new_empty(-(-(stop - start) // _ALIGNMENT) * _ALIGNMENT // size)
     padded[: len(memory)] = memory
-    copied = sent_to(padded, device)
+    copied = detached_copy(padded, device)
     return [
         copied.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), (begins - start) // tensor.element_size())
         for tensor, (begins, _) in zip(tensors, extents, strict=True)

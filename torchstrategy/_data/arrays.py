@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from torchstrategy._base import row_errors
 from torchstrategy._base.errors import an, plural
 from torchstrategy._base.tree import leaves_within, tree_flatten
 from torchstrategy._base.types import Tree
@@ -58,9 +59,12 @@ class ArrayDataset(Dataset[Tree]):
 
     def __init__(self, numpy_input: Tree) -> None:
         leaves = leaves_within(numpy_input, "numpy_input", _is_list, is_record=lambda leaf: False)
-        named = [(name, _array(name, leaf)) for name, leaf in leaves]
+        named = [(name, _as_array(name, leaf)) for name, leaf in leaves]
         self._rows = _rows(named)
-        self._columns = [array if (shared := sharing(array)) is None else shared for _, array in named]
+        self._columns: list[_Array] = []
+        for _, array in named:
+            shared = share_memory(array)
+            self._columns.append(array if shared is None else shared)
         self._shape = tree_flatten(numpy_input, _is_list)[1]
 
     def __len__(self) -> int:
@@ -99,7 +103,7 @@ def _rows_at(indices: Sequence[int], column: _Array) -> Iterable[Any]:
     return (torch.from_numpy(np.array(row, dtype=native)) for row in rows)
 
 
-def sharing(array: _Array) -> torch.Tensor | None:
+def share_memory(array: _Array) -> torch.Tensor | None:
     """A tensor that shares the memory of an array; None if torch cannot share it.
 
     It cannot do so if the array is read-only, has negative strides, another byte order or items that are no numbers.
@@ -119,15 +123,15 @@ def has_dtype(dtype: np.dtype[Any]) -> bool:
     return True
 
 
-def _array(name: str, leaf: Tree) -> _Array:
+def _as_array(name: str, leaf: Tree) -> _Array:
     """The array of a leaf of `numpy_input`; if the leaf is a list of arrays, these are stacked."""
     if _is_list(leaf) and leaf:
-        arrays: list[Any] = [_array(f"{name}[{i}]", item) for i, item in enumerate(leaf)]
+        arrays: list[Any] = [_as_array(f"{name}[{i}]", item) for i, item in enumerate(leaf)]
         for i, array in enumerate(arrays):
             if _kind(array) != _kind(arrays[0]):
                 raise ValueError(
-                    f"{name} is a list, so the arrays in it are stacked; but {name}[0] is {_described(arrays[0])} and "
-                    f"{name}[{i}] is {_described(array)}. Make them alike, or write a tuple if each has its own rows."
+                    f"{name} is a list, so the arrays in it are stacked; but {name}[0] is {_describe(arrays[0])} and "
+                    f"{name}[{i}] is {_describe(array)}. Make them alike, or write a tuple if each has its own rows."
                 )
         return torch.stack(arrays) if isinstance(arrays[0], torch.Tensor) else np.stack(arrays)
     if isinstance(leaf, np.ma.MaskedArray):
@@ -147,25 +151,20 @@ def _kind(array: _Array) -> tuple[object, ...]:
     return tuple(array.shape), array.dtype if isinstance(array, torch.Tensor) else array.dtype.kind
 
 
-def _described(array: _Array) -> str:
+def _describe(array: _Array) -> str:
     return f"{array.dtype} of shape {tuple(array.shape)}"
 
 
 def _rows(named: Sequence[tuple[str, _Array]]) -> int:
     """How many rows the arrays have."""
     if not named:
-        raise ValueError("numpy_input has no array in it, and so no rows. Give it an array, or a dict of arrays.")
+        raise row_errors.no_arrays_error()
     for name, array in named:
         if not array.ndim:
-            raise ValueError(
-                f"{name} has no dimensions, and so no rows. Give it a row for each element: numpy.full(rows, value)."
-            )
-        if len(array) != len(named[0][1]):
-            first, rows = named[0]
-            raise ValueError(
-                f"The arrays have different numbers of rows: {first} has {len(rows)} and {name} has {len(array)}. An "
-                "element has one row of each. Give each as many rows."
-            )
+            raise row_errors.rowless_array_error(name)
+        first_name, first = named[0]
+        if len(array) != len(first):
+            raise row_errors.unequal_arrays_error(first_name, len(first), name, len(array))
     return len(named[0][1])
 
 

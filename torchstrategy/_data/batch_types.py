@@ -26,10 +26,10 @@ import torch
 from torch.nn.utils import rnn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchstrategy._base import tree
-from torchstrategy._base.errors import an, plural, require_type
+from torchstrategy._base import row_errors, tree
+from torchstrategy._base.errors import an, require_type
 from torchstrategy._base.types import Device, Tree
-from torchstrategy._data.arrays import has_dtype, sharing
+from torchstrategy._data.arrays import has_dtype, share_memory
 
 T = TypeVar("T")
 TensorFn = Callable[[torch.Tensor], torch.Tensor]
@@ -113,39 +113,40 @@ def register_batch_type(
             f"register_batch_type({cls.__name__}, ...) takes rows=... and take=lambda batch, rows: ..., which takes "
             "some of them; or neither of the two, and the values, which have no rows, are given whole."
         )
-    checked = _checked(cls, rows or len, take or unchanged, apply or unchanged)
-    _registered[cls] = Kind(None, unchanged, checked.apply) if rows is None else checked
+    checked = _check_functions(cls, rows or len, take or keep_whole, apply or keep_whole)
+    _registered[cls] = Kind(None, keep_whole, checked.apply) if rows is None else checked
 
 
-def _checked(cls: type, rows: Callable[[Any], Any], take: Callable[..., Any], apply: Callable[..., Any]) -> Kind:
+def _check_functions(
+    cls: type, rows: Callable[[Any], Any], take: Callable[..., Any], apply: Callable[..., Any]
+) -> Kind:
     """The kind of a type with a user's functions. Their results are checked, as an error would lose rows."""
 
     def told(name: str) -> str:
         return f"The {name} function that {cls.__name__} was registered with"
 
-    def own(name: str, result: Any) -> Any:
+    def check_type(name: str, result: Any) -> Any:
         if not isinstance(result, cls):
             raise TypeError(f"{told(name)} returned {an(type(result).__name__)}, and not a {cls.__name__}.")
         return result
 
-    def counted(value: Any) -> int:
+    def count_rows(value: Any) -> int:
         count = rows(value)
         if not isinstance(count, SupportsIndex) or count < 0:  # type: ignore[operator]
             raise TypeError(f"{told('rows')} returned {count!r}, which is no number of rows.")
         return operator.index(count)
 
-    def taken(value: Any, part: slice) -> Any:
-        result = own("take", take(value, part))
-        found, (start, stop) = counted(result), (part.start, part.stop)
-        if found != stop - start:
-            wanted = f"slice({start}, {stop}), which is {stop - start}"
-            raise ValueError(f"{told('take')} returned {plural(found, 'row')} for {wanted}.")
+    def take_part(value: Any, part: slice) -> Any:
+        result = check_type("take", take(value, part))
+        found = count_rows(result)
+        if found != part.stop - part.start:
+            raise row_errors.taken_rows_error(told("take"), found, part)
         return result
 
-    def applied(value: Any, fn: TensorFn) -> Any:
-        return own("apply", apply(value, fn))
+    def apply_to_value(value: Any, fn: TensorFn) -> Any:
+        return check_type("apply", apply(value, fn))
 
-    return Kind(counted, taken, applied)
+    return Kind(count_rows, take_part, apply_to_value)
 
 
 def registration_of(value: Any) -> Kind | None:
@@ -155,7 +156,7 @@ def registration_of(value: Any) -> Kind | None:
     return next((_registered[cls] for cls in type(value).__mro__ if cls in _registered), None)
 
 
-def unchanged(value: T, _: object) -> T:
+def keep_whole(value: T, _: object) -> T:
     """A value without rows, of which every replica gets the whole; or without tensors, of which none is moved."""
     return value
 
@@ -172,7 +173,7 @@ class Rows(list[Any]):
     """
 
 
-def exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
+def exchange_lists(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
     """A batch with a `new` in place of each `old`: `Rows` in place of `list`, or the reverse."""
 
     def change(leaf: Any) -> Any:
@@ -229,7 +230,8 @@ def rows_of(batch: Tree) -> int | None:
         return list(tree.leaves_within(batch, "batch", is_leaf, _is_record))[index][0]
 
     counts: dict[int, int] = {}  # for each number of rows, the index of the first value that has it
-    for index, value in enumerate([part for leaf in tree.tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]):
+    values = [part for leaf in tree.tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]
+    for index, value in enumerate(values):
         kind = kind_of(value)
         if kind is _UNKNOWN:
             what, to_do = _unknown(value)
@@ -237,16 +239,8 @@ def rows_of(batch: Tree) -> int | None:
         if kind.rows is not None:
             counts.setdefault(kind.rows(value), index)
     if len(counts) > 1:
-        (rows, first), (count, other), *_ = counts.items()
-        raise ValueError(
-            f"The leaves of a batch have different numbers of rows: {name_of(first)} has {rows} and {name_of(other)} "
-            f"has {count}. Cut into pieces they would no longer belong together. Give each as many rows; or make what "
-            "is not per row a tensor without dimensions, or, of a list, a dict. Where time comes first, put the rows "
-            "first: pad_sequence(..., batch_first=True). Where each item of a list is a row, as with images of other "
-            "sizes and their boxes, say InputOptions(lists_are_rows=True); of a tuple, make a list, as "
-            "collate_fn=lambda batch: tuple(map(list, zip(*batch))) does. Or make the batch an object of a class of "
-            "your own, and say how it is cut: torchstrategy.register_batch_type(...)."
-        )
+        (rows, first), (other_rows, other), *_ = counts.items()
+        raise row_errors.unequal_leaves_error(name_of(first), rows, name_of(other), other_rows)
     return next(iter(counts), None)
 
 
@@ -255,38 +249,38 @@ def is_registered_within(leaf: Any) -> bool:
     return any(registration_of(value) is not None for value in _parts(leaf))
 
 
-def taken(leaf: Any, rows: slice) -> Any:
+def take_rows(leaf: Any, rows: slice) -> Any:
     """`leaf` with only some rows of all values in it that have rows."""
     return kind_of(leaf).take(leaf, rows)
 
 
-def applied(leaf: Any, fn: TensorFn) -> Any:
+def apply_to_tensors(leaf: Any, fn: TensorFn) -> Any:
     """`leaf` with `fn(tensor)` in place of each tensor. An array of numbers becomes a tensor."""
     if type(leaf) is torch.Tensor:  # a shortcut with the same result
         return leaf if _of_tensor(leaf) is _UNKNOWN else fn(leaf)
     return kind_of(leaf).apply(leaf, fn)
 
 
-def applied_within(batch: Tree, fn: TensorFn) -> Tree:
+def apply_within(batch: Tree, fn: TensorFn) -> Tree:
     """`batch` with `fn(tensor)` in place of each tensor, in new containers."""
-    return tree.map_leaves(functools.partial(applied, fn=fn), batch, is_leaf)
+    return tree.map_leaves(functools.partial(apply_to_tensors, fn=fn), batch, is_leaf)
 
 
 def tensors_within(leaf: Any) -> list[torch.Tensor]:
-    """The tensors that `applied` would change."""
+    """The tensors that `apply_to_tensors` would change."""
     tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
         return tensor
 
-    applied(leaf, note)
+    apply_to_tensors(leaf, note)
     return tensors
 
 
-def moved(batch: Tree, device: Device) -> Tree:
+def move_to(batch: Tree, device: Device) -> Tree:
     """`batch` with each tensor on `device`. Arrays of numbers become tensors."""
-    return applied_within(batch, lambda tensor: tensor.to(device))
+    return apply_within(batch, lambda tensor: tensor.to(device))
 
 
 def _parts(leaf: Any) -> list[Any]:
@@ -357,7 +351,7 @@ def _of_array(array: np.ndarray[Any, Any]) -> Kind:
 
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor that shares the memory of an array, or has a copy of it where torch cannot share the memory."""
-    tensor = sharing(array)
+    tensor = share_memory(array)
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C")) if tensor is None else tensor
 
 
@@ -365,7 +359,7 @@ def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
     """The `apply` of a list of rows. They have no rows of their own, unless the list is one of `Rows`."""
     if all(type(item) in _PLAIN for item in items):
         return items
-    return [applied_within(item, fn) for item in items]
+    return [apply_within(item, fn) for item in items]
 
 
 def _take_nested(tensor: Any, rows: slice) -> torch.Tensor:
@@ -399,24 +393,29 @@ def _take_packed(packed: rnn.PackedSequence, rows: slice) -> rnn.PackedSequence:
 
 
 def _apply_to_packed(packed: rnn.PackedSequence, fn: TensorFn) -> rnn.PackedSequence:
-    order, back = (None if order is None else fn(order) for order in (packed.sorted_indices, packed.unsorted_indices))
-    return rnn.PackedSequence(fn(packed.data), packed.batch_sizes, order, back)  # torch requires the sizes on the CPU
+    order, back = packed.sorted_indices, packed.unsorted_indices
+    return rnn.PackedSequence(
+        fn(packed.data),
+        packed.batch_sizes,  # torch requires them on the CPU
+        None if order is None else fn(order),
+        None if back is None else fn(back),
+    )
 
 
 def _take_record(record: Any, rows: slice) -> Any:
-    return tree.with_parts(record, lambda _, part: tree.map_leaves(lambda leaf: taken(leaf, rows), part, is_leaf))
+    return tree.with_parts(record, lambda _, part: tree.map_leaves(lambda leaf: take_rows(leaf, rows), part, is_leaf))
 
 
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
 _PLAIN: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check for each item of a long list
-_ONE_THING = Kind(None, unchanged, unchanged)
-_UNKNOWN = Kind(None, unchanged, unchanged)  # a value that the library does not know how to split
-_ROWS = Kind(len, operator.getitem, unchanged)
+_ONE_THING = Kind(None, keep_whole, keep_whole)
+_UNKNOWN = Kind(None, keep_whole, keep_whole)  # a value that the library does not know how to split
+_ROWS = Kind(len, operator.getitem, keep_whole)
 _LIST = Kind(len, operator.getitem, _apply_to_items)
-_TENSOR = Kind(None, unchanged, _apply_to_tensor)
+_TENSOR = Kind(None, keep_whole, _apply_to_tensor)
 _ROWS_OF_TENSOR = Kind(len, operator.getitem, _apply_to_tensor)
 _SPARSE = Kind(len, lambda tensor, rows: tensor.narrow_copy(0, rows.start, rows.stop - rows.start), _apply_to_tensor)
 _NESTED = Kind(lambda tensor: int(tensor.size(0)), _take_nested, _apply_to_tensor)
 _NUMBERS = Kind(len, operator.getitem, lambda array, fn: fn(_tensor_over(array)))
 _PACKED = Kind(lambda packed: int(packed.batch_sizes[0]), _take_packed, _apply_to_packed)
-_RECORD = Kind(None, _take_record, lambda record, fn: tree.with_parts(record, lambda _, part: applied_within(part, fn)))
+_RECORD = Kind(None, _take_record, lambda record, fn: tree.with_parts(record, lambda _, part: apply_within(part, fn)))

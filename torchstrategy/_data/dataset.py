@@ -14,11 +14,12 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import TypeVar
 
 from torchstrategy._base.errors import an, plural, unpicklable, warn
+from torchstrategy._base.row_errors import single_elements_error
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._data.options import AutoShardPolicy, DatasetFn, InputContext, InputOptions, InputReplicationMode
-from torchstrategy._data.reading import OnDemand, Prefetcher, Reading, Route, in_step
+from torchstrategy._data.reading import OnDemand, Prefetcher, Reading, Route, next_of_all_workers
 from torchstrategy._data.source import Source, is_map_style
-from torchstrategy._data.steps import OneForEach, SplitSteps, Splitter, share_of
+from torchstrategy._data.steps import OneForEach, SplitSteps, Splitter, share_rule
 from torchstrategy._group.workers import Workers, is_refusal
 
 T = TypeVar("T", default=Any)
@@ -120,7 +121,7 @@ class DistributedIterator(BatchIterator[T]):
     def __init__(self, reading: Reading, splitter: Splitter, ended: Callable[[], None]) -> None:
         self._reading = reading
         self._splitter = splitter
-        self._next = in_step(reading) if splitter.reads_its_own else reading.next
+        self._next = next_of_all_workers(reading) if splitter.reads_its_own else reading.next
         self._ended = ended
         self._is_over = False
         weakref.finalize(self, _close, weakref.ref(reading))
@@ -303,11 +304,11 @@ class DistributedDataset(Generic[T]):
         _readings.update(dict.fromkeys(shared, reading))
         positions = [source.position for source in self._splitter.sources]
 
-        def ended() -> None:
+        def restart() -> None:
             for position in positions:
                 position.restart()
 
-        return DistributedIterator(reading, self._splitter, ended)
+        return DistributedIterator(reading, self._splitter, ended=restart)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, T], Any]) -> Any:
         """Calls `state = reduce_func(state, batch)` for every batch, and returns the last state.
@@ -334,10 +335,10 @@ class DistributedDataset(Generic[T]):
         return f"DistributedDataset({self._splitter})"
 
     def __copy__(self) -> DistributedDataset[T]:
-        return self._with(vars(self))
+        return self._copy_with(vars(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataset[T]:
-        return self._with(copy.deepcopy(vars(self), memo))
+        return self._copy_with(copy.deepcopy(vars(self), memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unpicklable(
@@ -346,7 +347,7 @@ class DistributedDataset(Generic[T]):
             "goes on, distribute the loader anew, and give it that with load_state_dict.",
         )
 
-    def _with(self, attributes: dict[str, Any]) -> DistributedDataset[T]:
+    def _copy_with(self, attributes: dict[str, Any]) -> DistributedDataset[T]:
         copied = object.__new__(DistributedDataset)
         vars(copied).update(attributes)
         return copied
@@ -444,7 +445,9 @@ class DistributedDataset(Generic[T]):
             source.load_position(position)
 
 
-def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers) -> DistributedDataset:
+def distribute_dataset(
+    dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers
+) -> DistributedDataset:
     """A dataset whose batches of the global size are split into a part for each device.
 
     Raises:
@@ -458,16 +461,13 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, 
             "A dataset is one input pipeline, and InputOptions(experimental_replication_mode=PER_REPLICA) asks for one "
             "for each replica. Give distribute_datasets_from_function a function that makes them."
         )
-    share = share_of(options, replicas, workers)
+    share = share_rule(options, replicas, workers)
     is_dealt = workers.count > 1 and options.experimental_auto_shard_policy is not AutoShardPolicy.OFF
     is_sharded = is_dealt and _can_be_sharded(dataset)
     source = _source(dataset, "A dataset to distribute", (lambda rows: share(rows).loaded) if is_sharded else None)
     replicas_of_all = replicas * workers.count
     if replicas_of_all > 1 and is_map_style(dataset):
-        raise ValueError(
-            f"{type(dataset).__name__} yields single elements, which cannot be distributed to {replicas_of_all} "
-            "replicas. Batch it: torch.utils.data.DataLoader(dataset, batch_size=...), with the global batch size."
-        )
+        raise single_elements_error(type(dataset).__name__, replicas_of_all)
     if is_dealt and not (is_sharded or isinstance(dataset, (list, tuple))):
         warn(
             f"Every worker reads all of this {type(dataset).__name__}, and keeps the rows of its own replicas: nobody "
@@ -499,7 +499,7 @@ def _can_be_sharded(dataset: Any) -> bool:
     return is_plain and dataset.batch_sampler is not None and not isinstance(dataset.dataset, IterableDataset)
 
 
-def distributed_from_function(
+def distribute_from_function(
     dataset_fn: DatasetFn, devices: Sequence[Device], options: InputOptions, workers: Workers
 ) -> DistributedDataset[Any]:
     """A dataset whose elements are not split: each goes to one replica.

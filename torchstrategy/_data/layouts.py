@@ -47,7 +47,9 @@ def refuse_samples(batch: Tree, samples: int | None) -> None:
 
 def warn_of_layout(batch: Tree, samples: int | None) -> bool:
     """Warns at the user's line if a batch looks as if its first dimension held no rows. Returns whether it did."""
-    shown = {_shown(item) for item in batch} if type(batch) is list and len(batch) >= _A_FEW else set()
+    shown: set[str] = set()
+    if type(batch) is list and len(batch) >= _A_FEW:
+        shown = {_shown(item) for item in batch}
     if len(shown) == 1 and "" not in shown:
         warn(_LIST.format(what=f"a list of {len(batch)} {shown.pop()}"), UserWarning)
         return True

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, final
 
+from torchstrategy._base.row_errors import indivisible_batch_error
+
 
 @final
 class InputReplicationMode(enum.Enum):
@@ -94,11 +96,7 @@ class InputContext:
         """
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
-            replicas = self.num_replicas_in_sync
-            raise ValueError(
-                f"A global batch size of {global_batch_size} does not divide into {replicas} replicas. The next size "
-                f"that does is {(size + 1) * replicas}; Strategy.experimental_distribute_dataset takes any size."
-            )
+            raise indivisible_batch_error(global_batch_size, self.num_replicas_in_sync)
         return size
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ Ahead, batches are read, split, pinned and copied:
 The threads share a `Prefetcher` with the iterator that they work for, which they do not keep alive. When it is dropped,
 the `Prefetcher` is closed, and they end. They use only queues to talk to each other, since a finalizer may use a queue
 at any point of the program; with a lock, it could wait for ever. A step stays in the queue until the consumer has
-received it, so that Ctrl-C loses no step.
+received it, so that Ctrl-C loses no step: see Note [What happens on Ctrl-C] in `_group/replica_threads`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torchstrategy._base.streams import current_streams, keep_until_used, make_c
 from torchstrategy._base.trace import traced
 from torchstrategy._base.tree import map_leaves, tree_flatten
 from torchstrategy._base.types import Device, Tree
-from torchstrategy._data.batch_types import Rows, applied_within, exchanged, moved
+from torchstrategy._data.batch_types import Rows, apply_within, exchange_lists, move_to
 from torchstrategy._data.steps import SplitBatch, Splitter, are_in_host_memory
 from torchstrategy._group.copy_streams import Cargo, copy_stream
 from torchstrategy._group.workers import refusing
@@ -84,17 +84,17 @@ class Route:
     def stage(self, parts: Sequence[Tree]) -> StagedBatch:
         """Moves tensors that are on an accelerator. Runs on the reading thread, on its current streams."""
         stream = torch.accelerator.current_stream(self.device) if self.has_copies else None
-        return self._sent(parts, stream, are_in_host_memory=False)
+        return self._send(parts, stream, are_in_host_memory=False)
 
     def copy(self, staged: StagedBatch) -> StagedBatch:
         """Copies tensors of host memory. Runs on the replica's worker, if it has one. Called only if `has_copies`."""
         assert self.device is not None
         stream = copy_stream(self.device, Cargo.BATCHES)
         with on_stream(stream):  # also makes its device the current one, for which torch pins memory
-            parts, moved, events = self._sent(staged.parts, stream, are_in_host_memory=True)
+            parts, moved, events = self._send(staged.parts, stream, are_in_host_memory=True)
         return StagedBatch(parts, [*staged.moved, *moved], [*staged.events, *events])
 
-    def _sent(self, parts: Sequence[Tree], stream: torch.Stream | None, *, are_in_host_memory: bool) -> StagedBatch:
+    def _send(self, parts: Sequence[Tree], stream: torch.Stream | None, *, are_in_host_memory: bool) -> StagedBatch:
         """The parts with their tensors of host memory, or their other tensors, on the device. `stream` copies them."""
         moved: list[torch.Tensor] = []
 
@@ -103,14 +103,15 @@ class Route:
                 return tensor
             if stream is None or not copies_by_itself(self.device):  # MPS has one stream, so nobody has to wait
                 return tensor.to(self.device)
-            moved.append((_pinned(tensor) if are_in_host_memory else tensor).to(self.device, non_blocking=True))
+            moved.append((_pin(tensor) if are_in_host_memory else tensor).to(self.device, non_blocking=True))
             return moved[-1]
 
-        sent = [self._sent_later(part) if type(part) is Unmade else applied_within(part, move) for part in parts]
-        return StagedBatch(sent, moved, [stream.record_event()] if moved and stream is not None else [])
+        sent = [self._send_later(part) if type(part) is Unmade else apply_within(part, move) for part in parts]
+        events = [stream.record_event()] if moved and stream is not None else []
+        return StagedBatch(sent, moved, events)
 
-    def _sent_later(self, piece: Unmade) -> Unmade:
-        return Unmade(lambda: piece.make() if self.device is None else moved(piece.make(), self.device))
+    def _send_later(self, piece: Unmade) -> Unmade:
+        return Unmade(lambda: piece.make() if self.device is None else move_to(piece.make(), self.device))
 
     def receive(self, staged: StagedBatch) -> list[Tree]:
         """Runs on the consumer's thread. See Note [Promises for a copied batch]."""
@@ -123,7 +124,7 @@ class Route:
         return staged.parts
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in pinned memory, from which the device can copy by itself, so that the thread need not wait for it."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
@@ -151,14 +152,14 @@ class Transfer:
     error: BaseException | None = None
     carried: list[int] = field(default_factory=list)
 
-    def received(self, routes: Sequence[Route]) -> Tree:
+    def receive(self, routes: Sequence[Route]) -> Tree:
         """The element, made of the parts on the devices. Runs on the consumer's thread."""
         # See Note [Promises for a copied batch].
         arrived = list(map(Route.receive, routes, self.staged))
         for reach in self.marks:
             reach()
         assert self.batch is not None
-        return self.batch.assembled(arrived)
+        return self.batch.assemble(arrived)
 
     def forget(self) -> None:
         """Frees the frames of an error that nobody will see. If one of them holds the error, that is a cycle."""
@@ -206,7 +207,7 @@ class Reading(ABC):
             waits: Whether to wait until nobody reads the loader, however long that takes.
         """
 
-    def _transferred(self) -> Transfer:
+    def _begin_transfer(self) -> Transfer:
         """Reads the batch of the next step and stages its parts. Runs on the reading thread.
 
         If the data runs out in the middle of a step, the remaining replicas get `ABSENT`, and no element is lost.
@@ -234,10 +235,12 @@ class Reading(ABC):
 
     def _marks(self) -> list[Callable[[], None]]:
         """The functions that say of each epoch that the consumer has received what was read until now."""
-        return [
-            partial(one.position.reach, one.count, one.source.state_of_loader() if self._is_ahead else None)
-            for one in self._passes
-        ]
+        marks: list[Callable[[], None]] = []
+        for one in self._passes:
+            # Where nothing is read ahead, the loader is asked for its state when somebody saves it.
+            state = one.source.state_of_loader() if self._is_ahead else None
+            marks.append(partial(one.position.reach, one.count, state))
+        return marks
 
 
 @final
@@ -260,66 +263,72 @@ class OnDemand(Reading):
             (epoch,) = self._passes
             with epoch.source.reading():
                 self._elements.append(next(epoch))
-            if are_in_host_memory(self._elements[0]):  # if not, `_transferred` goes on with it
+            if are_in_host_memory(self._elements[0]):  # if not, `_begin_transfer` goes on with it
                 epoch.position.reach(epoch.count, None)
                 return self._elements.pop()
-        transfer = self._transferred()
+        transfer = self._begin_transfer()
         for r in self._receivers:
             transfer.staged[r] = self.routes[r].copy(transfer.staged[r])
-        return transfer.received(self.routes)
+        return transfer.receive(self.routes)
 
     def close(self, *, waits: bool = False) -> None:
         self._passes = []  # the loader's workers end with its iterator
 
 
-def in_step(reading: Reading) -> Callable[[], Tree]:
+def next_of_all_workers(reading: Reading) -> Callable[[], Tree]:
     """The `next` of an epoch in which each worker reads a dataset of its own. It ends where the last of them ends.
 
     A worker whose data has run out before that of others gets its last batch again, as that of an understudy: it takes
-    part in the steps, and its rows do not count. If there was none, it gets a batch of another worker.
+    part in the steps, and its rows do not count. If there was none, it gets a batch of another worker. See Note [Why a
+    worker without rows runs the step] in `_group/participants`.
     """
-    workers, host = reading.splitter.workers, torch.device("cpu")
+    workers, splitter = reading.splitter.workers, reading.splitter
+    device = reading.routes[0].device or torch.device("cpu")
     last: list[Tree] = []  # the last batch, once there was one
 
     def next_of_all() -> Tree:
         try:
-            last[:], has = [reading.next()], True
+            last[:] = [reading.next()]
+            has_next = True
         except StopIteration:
-            has = False
-        of_all = workers.all_gather_bytes(bytes([has, bool(last)]), "the next batch of a dataset")
-        if not any(others_have for others_have, _ in of_all):
+            has_next = False
+        of_all = workers.all_gather_bytes(bytes([has_next, bool(last)]), "the next batch of a dataset")
+        if not any(has_theirs for has_theirs, _ in of_all):
             raise StopIteration
-        if not all(had for _, had in of_all):
-            lender = next(w for w, (others_have, _) in enumerate(of_all) if others_have)
-            mine = _lent(last[0]) if workers.index == lender else None
-            lent = workers.all_gather_object(mine, "the first batch of a dataset")[lender]
-            last[:] = last or [_borrowed(lent, reading.splitter.replicas, reading.routes[0].device or host)]
-        return last[0] if has else map_leaves(_unseen, last[0])
+        if not all(had_one for _, had_one in of_all):
+            lender = next(w for w, (has_theirs, _) in enumerate(of_all) if has_theirs)
+            mine = _lend(last[0]) if workers.index == lender else None
+            borrowed = workers.all_gather_object(mine, "the first batch of a dataset")[lender]
+            if not last:
+                last.append(_borrow(borrowed, splitter.replicas, device))
+        return last[0] if has_next else map_leaves(_as_understudy, last[0])
 
     return next_of_all
 
 
-def _lent(batch: Tree) -> Tree:
+def _lend(batch: Tree) -> Tree:
     """A batch as it can be sent: its structure, its leaves as one replica has them, and which of these were split."""
     leaves, spec = tree_flatten(batch)
     are_split = [isinstance(leaf, PerReplica) for leaf in leaves]
-    own = [leaf.values[0] if is_split else leaf for leaf, is_split in zip(leaves, are_split, strict=True)]
-    return spec.unflatten(range(len(leaves))), [exchanged(leaf, Rows, list) for leaf in own], are_split
+    of_one = [leaf.values[0] if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
+    structure = spec.unflatten(range(len(leaves)))  # with the position of each leaf in its place
+    return structure, [exchange_lists(leaf, Rows, list) for leaf in of_one], are_split
 
 
-def _borrowed(lent: Tree, replicas: int, device: Device) -> Tree:
-    """The batch of which `_lent` made these parts: all replicas have what one had, on `device`."""
-    structure, leaves, are_split = lent
+def _borrow(borrowed: Tree, replicas: int, device: Device) -> Tree:
+    """The batch of which `_lend` made these parts: all replicas have what one had, on `device`."""
+    structure, leaves, are_split = borrowed
 
-    def made(index: int) -> Tree:
+    def make(index: int) -> Tree:
         if not are_split[index]:
             return leaves[index]
-        return PerReplica([moved(leaves[index], device)] * replicas)
+        return PerReplica([move_to(leaves[index], device)] * replicas)
 
-    return map_leaves(made, structure)
+    return map_leaves(make, structure)
 
 
-def _unseen(leaf: Tree) -> Tree:
+def _as_understudy(leaf: Tree) -> Tree:
+    """A leaf of a batch whose rows no replica of this worker has, and which its first replica gets all the same."""
     if not isinstance(leaf, PerReplica):
         return leaf
     count = len(leaf._components)
@@ -371,15 +380,15 @@ class Prefetcher(Reading):
         while not self._is_closed:
             items = self._items
             if items and (items[0].batch is None or len(items[0].carried) == len(self._inboxes)):
-                return self._handed_over(items)
+                return self._hand_over(items)
             if self._failure is not None:
                 self.close()
-            else:  # not for long: if a signal comes just before the thread begins to wait, Python handles it after that
+            else:  # not for long: see Note [What happens on Ctrl-C]
                 with suppress(Empty):
                     self._news.get(timeout=_LOOK_UP_S)
         raise StopIteration if self._failure is None else self._failure
 
-    def _handed_over(self, items: deque[Transfer]) -> Tree:
+    def _hand_over(self, items: deque[Transfer]) -> Tree:
         error = items[0].error
         if isinstance(error, StopIteration):
             self.close()
@@ -391,7 +400,7 @@ class Prefetcher(Reading):
                 raise error
             finally:
                 del error  # its traceback refers to this frame
-        element = items[0].received(self.routes)
+        element = items[0].receive(self.routes)
         self._room.put(None)
         items.popleft()
         return element
@@ -399,13 +408,13 @@ class Prefetcher(Reading):
     def _set_going(self) -> None:
         """Starts the threads that are not running: all of them or, if an earlier call was interrupted, the others."""
         if not self._threads and not self._is_closed:
-            self._threads = self._hired()
+            self._threads = self._make_threads()
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
         self._are_going = True
 
-    def _hired(self) -> list[threading.Thread]:
+    def _make_threads(self) -> list[threading.Thread]:
         default = torch.get_default_device()
         here = canonical_device("cpu" if default.type == "meta" else default)
         devices = {r: self.routes[r].device or here for r in self._inboxes}
@@ -482,7 +491,7 @@ class Prefetcher(Reading):
 
     def _next_item(self) -> Transfer:
         try:
-            return self._transferred()
+            return self._begin_transfer()
         except BaseException as error:
             return Transfer(error=error)  # not kept in a variable, since the error's traceback refers to this frame
 

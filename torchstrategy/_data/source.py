@@ -90,7 +90,7 @@ class Source:
             )
         self._given = self._dataset = dataset
         if loaded_of is not None:
-            self._dataset = _alike(dataset, ShardedBatches(dataset.batch_sampler, loaded_of))
+            self._dataset = _copy_loader(dataset, ShardedBatches(dataset.batch_sampler, loaded_of))
         self.keeps_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self.is_batched = not is_map_style(dataset)
         self.allows_one_pass_at_a_time = bool(getattr(dataset, "persistent_workers", False))
@@ -185,7 +185,7 @@ class Source:
         position = self.position if self._is_resumed else Position()
         position.is_begun = True
         with self.reading():  # seeds are drawn
-            iterator = self._taken_up(position) if self._is_resumed else self._begun(position)
+            iterator = self._resume(position) if self._is_resumed else self._begin_epoch(position)
         self.position, self._is_resumed = position, False
         sampler = getattr(self._dataset, "batch_sampler", None)
         drawn = sampler.drawn if isinstance(sampler, ShardedBatches) else None
@@ -278,7 +278,8 @@ class Source:
         if self.keeps_state:
             self._dataset.load_state_dict(position.loader)
         elif not position.is_begun:
-            _set(_generators(self._dataset)[1:], position.began[1:])  # the program restores torch's default generator
+            # The program restores torch's default generator, which is the first.
+            _set_states(_generators(self._dataset)[1:], position.began[1:])
         self.position, self._is_resumed = position, position.is_begun
 
     def first(self) -> Tree:
@@ -296,15 +297,15 @@ class Source:
                 f"The loader's dataset, a {type(loader.dataset).__name__}, is an iterator: to look at an element of it "
                 "is to take it away. Ask for element_spec when the first batch was read."
             )
-        found = self._looked_at() if self._once is None else self._once.peeked()
+        found = self._look_at_one() if self._once is None else self._once.peek()
         if not found:
             raise ValueError("The dataset has no element to look at, so it is not known what they are made of.")
         return found[0]
 
-    def _looked_at(self) -> list[Tree]:
+    def _look_at_one(self) -> list[Tree]:
         """One element that will be read again, or none. The states of torch's generators stay the same."""
         loader = self._dataset
-        with _put_back(_generators(loader, getattr(loader, "dataset", None))):
+        with _keeping_states(_generators(loader, getattr(loader, "dataset", None))):
             if not self.keeps_state or isinstance(loader, DataLoader):
                 samples = _samples(loader) if isinstance(loader, DataLoader) else self._iterator()
                 return list(islice(samples, 1))
@@ -327,7 +328,7 @@ class Source:
             return len(self._dataset)
         return None
 
-    def _begun(self, position: Position) -> Iterator[Tree]:
+    def _begin_epoch(self, position: Position) -> Iterator[Tree]:
         position.began = self.generators_now()
         running = set(multiprocessing.active_children()) if self.allows_one_pass_at_a_time else set()
         iterator = self._iterator()
@@ -342,18 +343,18 @@ class Source:
             return map(self._dataset.__getitem__, range(count, len(self._dataset)))
         return iter(self._dataset if self._once is None else self._once)
 
-    def _taken_up(self, position: Position) -> Iterator[Tree]:
+    def _resume(self, position: Position) -> Iterator[Tree]:
         """The remaining elements. The elements before them are not loaded if the dataset is map-style."""
         loader, generators, asked = self._dataset, _generators(self._dataset), position.asked
-        with _put_back(generators[:1]):  # torch's default generator goes on from its state in the checkpoint
+        with _keeping_states(generators[:1]):  # torch's default generator goes on from its state in the checkpoint
             if self.keeps_state:
                 return self._iterator()
-            _set(generators, position.began)
+            _set_states(generators, position.began)
             if is_map_style(loader):
                 return self._iterator(position.count)
             if not _is_plain(loader) or isinstance(loader.dataset, IterableDataset):
                 iterator = self._iterator()
-                _set(generators, asked or [])
+                _set_states(generators, asked or [])
                 found = sum(1 for _ in islice(iterator, position.count))
                 if found < position.count:
                     raise ValueError(
@@ -364,14 +365,14 @@ class Source:
             sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             if asked is None:
                 rest = _RemainingIndices(sampler, position.count)
-                iterator = iter(_alike(loader, rest, persistent_workers=False))  # draws the seed
+                iterator = iter(_copy_loader(loader, rest, persistent_workers=False))  # draws the seed
                 if self.has_workers:
                     return iterator  # it has begun to iterate over the sampler, too
             indices = iter(sampler)
-            _set(generators, asked or [])
+            _set_states(generators, asked or [])
             deque(islice(indices, position.count), maxlen=0)  # the sampler draws these indices now
             # A seed is drawn, but not from the loader's generator.
-            return iter(_alike(loader, indices, persistent_workers=False, generator=None))
+            return iter(_copy_loader(loader, indices, persistent_workers=False, generator=None))
 
 
 @final
@@ -416,7 +417,7 @@ class _PeekableIterator(Iterator[Tree]):
     def __next__(self) -> Tree:
         return self._peeked.pop() if self._peeked else next(self._iterator)
 
-    def peeked(self) -> list[Tree]:
+    def peek(self) -> list[Tree]:
         """A list of the next element, or an empty list."""
         self._peeked = self._peeked or list(islice(self._iterator, 1))
         return self._peeked
@@ -460,7 +461,7 @@ def _samples(loader: DataLoader[Any]) -> Iterator[Tree]:
     return (loader.collate_fn([sample] if batches else sample) for sample in samples)
 
 
-def _alike(loader: DataLoader[Any], indices: Iterable[Any], **changed: Any) -> DataLoader[Any]:
+def _copy_loader(loader: DataLoader[Any], indices: Iterable[Any], **changed: Any) -> DataLoader[Any]:
     """A loader like `loader` that yields the batches of `indices`, or the samples if `loader` does not make batches."""
     chosen = {"sampler": indices, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": indices}
     given = {name: getattr(loader, name) for name in signature(DataLoader).parameters if name not in _OF_INDICES}
@@ -475,25 +476,27 @@ def _generators(*loaders: Any) -> list[torch.Generator]:
         for name, value in list(getattr(part, "__dict__", {}).items()):
             if isinstance(value, torch.Generator):
                 found[id(value)] = value
-            elif name in _OF_THE_ORDER or isinstance(value, (Sampler, IterableDataset, DataLoader)):
-                parts += [] if any(value is known for known in parts) else [value]
+                continue
+            draws = name in _OF_THE_ORDER or isinstance(value, (Sampler, IterableDataset, DataLoader))
+            if draws and not any(value is known for known in parts):
+                parts.append(value)
     return list(found.values())
 
 
-def _set(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
     """Sets the states of generators; does nothing if there are no states."""
     for generator, state in zip(generators, states, strict=False):
         generator.set_state(state.cpu())  # torch.load(map_location=...) may have moved the state to a device
 
 
 @contextmanager
-def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
+def _keeping_states(generators: Sequence[torch.Generator]) -> Iterator[None]:
     """A block after which generators have the same states as before."""
     before = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        _set(generators, before)
+        _set_states(generators, before)
 
 
 _OF_THE_ORDER = ("sampler", "batch_sampler")

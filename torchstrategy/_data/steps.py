@@ -10,15 +10,16 @@ import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 
+from torchstrategy._base import row_errors
 from torchstrategy._base.context import is_accelerator
 from torchstrategy._base.distributed_values import ABSENT, PerReplica, Unmade
-from torchstrategy._base.errors import described, plural
+from torchstrategy._base.errors import plural
 from torchstrategy._base.torch_internals import TreeSpec
 from torchstrategy._base.tree import PLAIN_LEAVES, Unlike, map_leaves, tree_flatten, zip_leaves
 from torchstrategy._base.types import Device, Tree
@@ -51,30 +52,40 @@ class SplitBatch(NamedTuple):
 
     def parts(self) -> list[list[Tree]]:
         """For each replica, its parts of the leaves that were split; and for the first one what it has to spare."""
-        columns = [leaf for leaf in self.leaves if type(leaf) is Parts]
-        own = [[column[r] for column in columns] for r in range(len(self.rows))]
-        own[0] += [piece for column in columns for piece in column[len(self.rows) :]]
-        return own
+        count = len(self.rows)
+        of_replicas: list[list[Tree]] = [[] for _ in range(count)]
+        spare: list[Tree] = []
+        for leaf in self.leaves:
+            if type(leaf) is Parts:
+                for r in range(count):
+                    of_replicas[r].append(leaf[r])
+                spare += leaf[count:]
+        of_replicas[0] += spare
+        return of_replicas
 
-    def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
+    def assemble(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
         if self.spec is None:
             return arrived[0][0]
         count = len([leaf for leaf in self.leaves if type(leaf) is Parts])
         columns = zip(*(parts[:count] for parts in arrived), strict=True)
         with_spare = itertools.zip_longest(columns, arrived[0][count:])
-        of_all, read = self.rows_of_all, self.read
-        values = iter([PerReplica(c, self.rows, spare, rows_of_all=of_all, read=read) for c, spare in with_spare])
-        return self.spec.unflatten([next(values) if type(leaf) is Parts else leaf for leaf in self.leaves])
+        leaves: list[Tree] = []
+        for leaf in self.leaves:
+            if type(leaf) is Parts:
+                column, spare = next(with_spare)
+                leaf = PerReplica(column, self.rows, spare, rows_of_all=self.rows_of_all, read=self.read)
+            leaves.append(leaf)
+        return self.spec.unflatten(leaves)
 
 
-def in_equal_parts(replicas: int, rows: int) -> list[slice]:
+def split_equally(replicas: int, rows: int) -> list[slice]:
     """Contiguous parts of ceil(rows / replicas) rows; the last ones may be smaller or empty."""
     size = -(-rows // replicas)
     return [slice(min(r * size, rows), min((r + 1) * size, rows)) for r in range(replicas)]
 
 
-def in_proportion(shares: Sequence[float]) -> Callable[[int], list[slice]]:
+def split_in_proportion(shares: Sequence[float]) -> Callable[[int], list[slice]]:
     """Contiguous parts whose sizes are in the proportion of `shares`, as nearly as whole rows allow."""
     sums = list(itertools.accumulate(shares))
     parts = [part / sums[-1] for part in sums]
@@ -93,8 +104,9 @@ class Share(NamedTuple):
 
     Attributes:
         slices: For each replica of this worker, its rows.
-        borrowed: The rows on which a worker without rows runs the step, which are those of replica 0 of all; see
-            `ReplicaWeights.is_understudy`. None: this worker has rows, or there are none.
+        borrowed: The rows on which a worker without rows runs the step, which are those of replica 0 of all; see Note
+            [Why a worker without rows runs the step] in `_group/participants`. None: this worker has rows, or there are
+            none.
         rows_of_all: How many rows each replica of all workers has. None: each worker has a batch of its own.
     """
 
@@ -117,7 +129,7 @@ class Share(NamedTuple):
         return Share(own, None, self.rows_of_all)
 
 
-def share_of(options: InputOptions, replicas: int, workers: Workers) -> Callable[[int], Share]:
+def share_rule(options: InputOptions, replicas: int, workers: Workers) -> Callable[[int], Share]:
     """A function that returns the share of this worker in a batch of so many rows.
 
     Raises:
@@ -127,17 +139,18 @@ def share_of(options: InputOptions, replicas: int, workers: Workers) -> Callable
     everyone, first = (replicas, 0) if is_own else (replicas * workers.count, replicas * workers.index)
     sizes = options.row_shares
     if sizes is not None and len(sizes) != everyone:
-        raise ValueError(
-            f"InputOptions(row_shares={sizes}) has {plural(len(sizes), 'number')} for {plural(everyone, 'replica')}."
-        )
-    cut = functools.partial(in_equal_parts, everyone) if sizes is None else in_proportion(sizes)
+        raise row_errors.row_shares_error(sizes, everyone)
+    cut = functools.partial(split_equally, everyone) if sizes is None else split_in_proportion(sizes)
 
     def share(total: int) -> Share:
         of_all = cut(total)
         slices = of_all[first : first + replicas]
         has_rows = any(piece.stop > piece.start for piece in slices)
-        rows_of_all = None if is_own else tuple(piece.stop - piece.start for piece in of_all)
-        return Share(slices, None if has_rows or not total else of_all[0], rows_of_all)
+        borrowed = None if has_rows or not total else of_all[0]
+        rows_of_all = None
+        if not is_own:
+            rows_of_all = tuple([piece.stop - piece.start for piece in of_all])
+        return Share(slices, borrowed, rows_of_all)
 
     return share
 
@@ -147,29 +160,25 @@ def _is_leaf_or_empty(value: Any) -> bool:
     return batch_types.is_leaf(value) or (type(value) in (list, tuple) and not value)
 
 
-def _without_rows(leaf: Any) -> Any:
+def _make_empty(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
         return leaf.new_empty(0)
-    return _part(leaf, slice(0, 0))
+    return _take_part(leaf, slice(0, 0))
 
 
-def _part(leaf: Any, rows: slice) -> Any:
+def _take_part(leaf: Any, rows: slice) -> Any:
     """Some rows of a leaf. A part without rows of a registered type is made only if somebody reads it.
 
     The type may not allow a value without rows.
     """
     if rows.start != rows.stop or not batch_types.is_registered_within(leaf):
-        return batch_types.taken(leaf, rows)
+        return batch_types.take_rows(leaf, rows)
 
     def make() -> Any:
         try:
-            return batch_types.taken(leaf, slice(0, 0))
+            return batch_types.take_rows(leaf, slice(0, 0))
         except Exception as error:
-            raise ValueError(
-                f"A replica got no rows, and there is no {type(leaf).__name__} without rows to give it: "
-                f"{described(error)}. Leave out RunOptions(run_empty_replicas=True), and such a replica sits the step "
-                "out; or let the take function that the type was registered with make one for slice(0, 0)."
-            ) from error
+            raise row_errors.no_empty_part_error(type(leaf).__name__, error) from error
 
     return Unmade(make)
 
@@ -270,7 +279,7 @@ class Splitter(ABC):
         if self.is_alone:
             return SplitBatch([Parts(elements)], None, (1,))  # it need not have rows
         if self._lists_are_rows:
-            elements = [batch_types.exchanged(element, list, batch_types.Rows) for element in elements]
+            elements = [batch_types.exchange_lists(element, list, batch_types.Rows) for element in elements]
         if are_read and self.may_look:
             # A worker that loads only samples of its own compares their number with the rows of each batch.
             for element in elements:
@@ -292,9 +301,10 @@ class Splitter(ABC):
         def specs(leaf: Tree) -> Tree:
             if type(leaf) is not Parts:
                 return self._spec_of_one(leaf, None)
-            shown = next(piece for piece in leaf if type(piece) is not Unmade)
-            parts = (shown if type(piece) is Unmade else piece for piece in leaf)
-            return PerReplicaSpec(tuple(map(self._spec_of_one, parts, rows)))
+            # A part without rows may not be made yet. Its spec is that of another one.
+            made = next(piece for piece in leaf if type(piece) is not Unmade)
+            shown = [made if type(piece) is Unmade else piece for piece in leaf]
+            return PerReplicaSpec(tuple(map(self._spec_of_one, shown, rows)))
 
         if split_batch.spec is None:
             (element,) = split_batch.leaves[0]
@@ -310,10 +320,11 @@ class Splitter(ABC):
             value: One such value.
             rows: How many rows such values have, if they have rows. None: the number is not known beforehand.
         """
-        tensor = batch_types.applied(value, lambda tensor: tensor)
+        tensor = batch_types.apply_to_tensors(value, lambda tensor: tensor)
         if not isinstance(tensor, torch.Tensor):
             return type(value)
-        shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]  # nested: no int
+        # A size of a nested tensor that differs from row to row is no integer.
+        shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]
         if self.sources[0].is_batched and batch_types.has_rows(value):
             shape[0] = rows
         return TensorSpec(tuple(shape), tensor.dtype)
@@ -354,7 +365,7 @@ class SplitSteps(Splitter):
         self.elements_of_step = 1
         self.reads_its_own &= options.experimental_auto_shard_policy is AutoShardPolicy.OFF
         self._is_even = options.row_shares is None
-        self._share_of = share_of(options, len(devices), workers)
+        self._share_of = share_rule(options, len(devices), workers)
         # Where parts are moved to devices, each replica gets its own copy of every tensor, also of one without rows.
         self._is_moved = options.experimental_fetch_to_device and any(map(is_accelerator, devices))
 
@@ -373,29 +384,21 @@ class SplitSteps(Splitter):
             self._has_seen_layout = True  # so that the warning comes only once
         rows = batch_types.rows_of(element)
         if rows is None:
-            raise ValueError(
-                f"An element of the dataset has no rows to distribute to {self.replicas} replicas: it is not batched. "
-                "Batch it with the global batch size, as in torch.utils.data.DataLoader(dataset, batch_size=...)."
-            )
+            raise row_errors.unbatched_error(self.replicas)
         share = self._share_of(rows if total is None else total)
         if read is None and self.workers.count > 1 and not self.reads_its_own:
             read = read_of(element, rows)
         if total is not None:
             samples = share.loaded.stop - share.loaded.start
             if rows != samples:
-                raise ValueError(
-                    f"The loader made {plural(rows, 'row')} of {plural(samples, 'sample')}. Each worker loads only "
-                    "samples of its own, so the rows of a batch have to be its samples. Let the collate_fn make one "
-                    "row of each; or give the strategy an iterable of batches that is no DataLoader: every worker "
-                    "reads all of it, and keeps its own rows."
-                )
+                raise row_errors.samples_are_no_rows_error(rows, samples)
             share = share.within_loaded()
         counts = tuple(piece.stop - piece.start for piece in share.slices)
         pieces = share.slices if share.borrowed is None else [*share.slices, share.borrowed]
 
         def parts(leaf: Tree) -> Tree:
             if batch_types.has_rows(leaf):
-                return Parts([_part(leaf, piece) for piece in pieces])
+                return Parts([_take_part(leaf, piece) for piece in pieces])
             tensors = batch_types.tensors_within(leaf)
             is_apart = any(self._is_moved or is_accelerator(tensor.device) for tensor in tensors)
             return Parts([leaf] * len(pieces)) if is_apart else leaf
@@ -413,8 +416,16 @@ class OneForEach(Splitter):
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         first = next(element for element in elements if element is not ABSENT)
-        counts = [0 if element is ABSENT else batch_types.rows_of(element) for element in elements]
-        filled = [map_leaves(_without_rows, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]
+        rows: list[int] = []
+        filled: list[Tree] = []
+        for element in elements:
+            if element is ABSENT:
+                rows.append(0)
+                filled.append(map_leaves(_make_empty, first, batch_types.is_leaf))
+            else:
+                count = batch_types.rows_of(element)
+                rows.append(1 if count is None else count)  # an element without rows is one example
+                filled.append(element)
         try:
             columns, spec = zip_leaves(filled, _is_leaf_or_empty)
         except Unlike as unlike:
@@ -423,12 +434,21 @@ class OneForEach(Splitter):
                 f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that "
                 "a dataset yields has to be alike."
             ) from None
-        rows = tuple(1 if count is None else count for count in counts)  # an element without rows is one example
-        leaves = [Parts(batch_types.exchanged(part, batch_types.Rows, list) for part in column) for column in columns]
-        return SplitBatch(leaves, spec, rows)
+        leaves: list[Tree] = []
+        for column in columns:
+            leaves.append(Parts([batch_types.exchange_lists(part, batch_types.Rows, list) for part in column]))
+        return SplitBatch(leaves, spec, tuple(rows))
 
 
 def are_in_host_memory(element: Tree) -> bool:
     """Whether an element is, for all to see, tensors in the memory of the CPU, or numbers."""
-    items = element.values() if type(element) is dict else element if type(element) in (list, tuple) else (element,)
-    return all(item.is_cpu if type(item) is torch.Tensor else type(item) in PLAIN_LEAVES for item in items)
+    items: Iterable[Any] = (element,)
+    if type(element) is dict:
+        items = element.values()
+    elif type(element) in (list, tuple):
+        items = element
+    for item in items:
+        is_near = item.is_cpu if type(item) is torch.Tensor else type(item) in PLAIN_LEAVES
+        if not is_near:
+            return False
+    return True

@@ -7,7 +7,8 @@ alone calls `torch.nn.parallel` and NCCL.
 
     native_dtypes      tensors as NCCL and gloo take them, which know fewer dtypes than torch
     copy_streams       the streams on which values come to an accelerator and leave it
-    transfer           copies and sums between devices, weighted sums, and many small tensors sent as a few
+    transfer           copies and sums between devices, and many small tensors sent as a few
+    weighing           gradients times the weights of replicas; and a Note that lists where a gradient is weighed
     workers            the processes that train together, as one of them sees the others
     reductions         the arithmetic of `Strategy.reduce` and `Strategy.gather`, and sums of sparse gradients
     device_streams     the streams of accelerators that replicas use, and who waits for whom

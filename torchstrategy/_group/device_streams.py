@@ -52,10 +52,10 @@ class DeviceStreams:
         current = current_streams(self.callers)
         if current == self.callers:
             return NO_SIDE_STREAM
-        return self._joined({d: stream for d, stream in current.items() if stream != self.callers[d]})
+        return self._join({d: stream for d, stream in current.items() if stream != self.callers[d]})
 
     @contextmanager
-    def _joined(self, side: dict[Device, torch.Stream]) -> Iterator[dict[Device, torch.Stream]]:
+    def _join(self, side: dict[Device, torch.Stream]) -> Iterator[dict[Device, torch.Stream]]:
         self.side.update(dict.fromkeys(side.values()))
         for device, stream in side.items():
             self.callers[device].wait_stream(stream)

@@ -8,7 +8,7 @@ The all-reduce and all-gather of a `ReplicaGroup` are differentiable. Replica i 
 the sum, over all replicas, of w_i times the gradient in replica i. So a gradient in replica i has to be the gradient of
 the whole step, divided by w_i. Where the output of replica j depends on the input of replica i, the gradient of that
 output is therefore multiplied by w_j / w_i on its way to replica i. With equal weights, and for SUM, this is a plain
-sum.
+sum. See Note [Where a gradient is weighed] in `weighing`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torchstrategy._base.torch_internals import hide_from_compiler
 from torchstrategy._base.trace import traced
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._group.device_streams import NO_SIDE_STREAM, DeviceStreams, keep_for
-from torchstrategy._group.instruments import held, reached
+from torchstrategy._group.instruments import tell_held, tell_reached
 from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy._group.reductions import check_addable, check_gatherable
-from torchstrategy._group.transfer import added, concatenated, in_buckets, sums
+from torchstrategy._group.transfer import combine_in_buckets, concatenate_on, sum_each_on, sum_on
 from torchstrategy._group.workers import LONE, Workers, refusing
 
 # The function of a synchronization point: it takes the values that the replicas brought and returns their results.
@@ -117,10 +117,10 @@ class InlineReplica(Replica):
         pass  # no other replica could go on meanwhile
 
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
-        reached(self.index, name)
+        tell_reached(self.index, name)
         if self.telling is not None:
             self.telling(name)
-        held(name)
+        tell_held(name)
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
         # the caller's thread, so its frame and its default device have to be put aside for a while.
         # See Note [Who may call what on which thread].
@@ -148,26 +148,26 @@ class ReplicaGroup:
 
     Args:
         replica: This replica.
-        run: The replicas that are in the run, and how much the gradient of each counts.
+        participants: The replicas that are in the run, and how much the gradient of each counts.
         devices: The device of each replica of the strategy. None: the device of the tensors that it brings.
-        workers: The processes that train together. `run` and `devices` are of this one.
+        workers: The processes that train together. `participants` and `devices` are of this one.
         bytes_per_pack: How many bytes are sent together at most. 0: each tensor is sent by itself.
     """
 
     replica: Replica
-    run: ReplicaWeights
+    participants: ReplicaWeights
     devices: Sequence[Device | None]
     workers: Workers = LONE
     bytes_per_pack: int = 0
 
-    def in_buckets(self, bytes_per_pack: int) -> ReplicaGroup:
+    def with_buckets(self, bytes_per_pack: int) -> ReplicaGroup:
         """The same group, which sends tensors in buckets of at most `bytes_per_pack`."""
         return replace(self, bytes_per_pack=bytes_per_pack)
 
     @property
     def weight(self) -> float:
         """The factor of this replica's gradient; 0 if the gradient is dropped."""
-        return self.run.weights[self.replica.index]
+        return self.participants.weights[self.replica.index]
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], names: Sequence[str] = (), name: str = "all_reduce"
@@ -182,7 +182,7 @@ class ReplicaGroup:
         Raises:
             ValueError: From `run`, if the shapes or dtypes of what they bring differ.
         """
-        outputs, wants_grad, _ = self._exchange(name, tensors, self._sums, self._added_over_workers, names)
+        outputs, wants_grad, _ = self._exchange(name, tensors, self._sum_columns, self._add_over_workers, names)
         return self._differentiable(tensors, outputs) if wants_grad else outputs
 
     def all_gather(
@@ -206,18 +206,20 @@ class ReplicaGroup:
             check_gatherable(column, axis)
             starts.append(list(accumulate((tensor.shape[axis] for tensor in column), initial=0)))
 
-        def joined(r: int, columns: _Columns) -> list[torch.Tensor]:
-            def sent(column: Sequence[torch.Tensor]) -> torch.Tensor:
-                return column[0].to(self._where(r, column))
+        def join(r: int, columns: _Columns) -> list[torch.Tensor]:
+            def copy(column: Sequence[torch.Tensor]) -> torch.Tensor:
+                return column[0].to(self._device_for(r, column))
 
-            of_replicas = zip(*columns, strict=True)
-            there = [in_buckets([[one] for one in tensors], self.bytes_per_pack, sent) for tensors in of_replicas]
-            return [concatenated(column, axis, self._where(r, column)) for column in zip(*there, strict=True)]
+            there = []  # for each replica, its tensors on the device of this one
+            for tensors in zip(*columns, strict=True):
+                single = [[tensor] for tensor in tensors]
+                there.append(combine_in_buckets(single, self.bytes_per_pack, copy))
+            return [concatenate_on(column, axis, self._device_for(r, column)) for column in zip(*there, strict=True)]
 
-        def over_workers(tensors: Sequence[torch.Tensor], point: str) -> list[torch.Tensor]:
+        def gather_over_workers(tensors: Sequence[torch.Tensor], point: str) -> list[torch.Tensor]:
             found = []
             for i, tensor in enumerate(tensors):
-                mine = tensor.narrow(axis, 0, 0) if self.run.is_understudy else tensor
+                mine = tensor.narrow(axis, 0, 0) if self.participants.is_understudy else tensor
                 parts = self.workers.all_gather(mine, axis % mine.dim(), point)
                 before = sum(part.shape[axis] for part in parts[: self.workers.index])
                 starts[i] = [before + start for start in starts[i]]
@@ -225,14 +227,14 @@ class ReplicaGroup:
             return found
 
         outputs, wants_grad, known = self._exchange(
-            f"{name}(axis={axis})", tensors, joined, over_workers, names, check, starts
+            f"{name}(axis={axis})", tensors, join, gather_over_workers, names, check, starts
         )
         shapes = [tensor.shape for tensor in tensors]
 
         def cut(totals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            if self.run.is_understudy:
+            if self.participants.is_understudy:
                 return [total.new_zeros(shape) for total, shape in zip(totals, shapes, strict=True)]
-            position = self.run.present.index(self.replica.index)
+            position = self.participants.present.index(self.replica.index)
             parts = zip(totals, known, shapes, strict=True)
             return [total.narrow(axis, start[position], shape[axis]) for total, start, shape in parts]
 
@@ -241,33 +243,37 @@ class ReplicaGroup:
     def scaled_sum(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sums of the replicas' gradients, each multiplied by its replica's weight over that of this replica."""
         # With equal weights, this is a plain sum in one worker. Several know no weight that is the greatest of all.
-        unit = max(self.run.weights) if self.workers.count == 1 else 1.0
+        unit = max(self.participants.weights) if self.workers.count == 1 else 1.0
         factor = self.weight / unit
         # A half gradient times a small factor has few bits left: in all replicas, halves are sent as float32.
-        is_plain = self.workers.count == 1 and all(weight == unit for weight in self.run.weights)
+        is_plain = self.workers.count == 1 and all(weight == unit for weight in self.participants.weights)
         wide = [g if is_plain or g.dtype is not torch.float16 else g.float() for g in grads]
 
-        def scaled(tensors: Sequence[torch.Tensor], by: Callable[..., torch.Tensor]) -> Sequence[torch.Tensor]:
+        def scale(tensors: Sequence[torch.Tensor], by: Callable[..., torch.Tensor]) -> Sequence[torch.Tensor]:
             if not factor:  # the replica may bring NaN, and 0 * NaN is NaN: its gradient is left out, and it gets none
                 return [torch.zeros_like(tensor) for tensor in tensors]
             # What autograd brings for an integer stays one, or it would not fit that of a replica with another factor.
             return tensors if factor == 1 else [by(tensor, factor).to(tensor.dtype) for tensor in tensors]
 
-        brought = scaled(wide, torch.mul)
-        totals = self._exchange("the backward of a collective", brought, self._sums, self._added_over_workers)[0]
-        return [total.to(own.dtype) for total, own in zip(scaled(totals, torch.div), grads, strict=True)]
+        brought = scale(wide, torch.mul)
+        totals = self._exchange("the backward of a collective", brought, self._sum_columns, self._add_over_workers)[0]
+        return [total.to(own.dtype) for total, own in zip(scale(totals, torch.div), grads, strict=True)]
 
-    def _sums(self, r: int, columns: _Columns) -> list[torch.Tensor]:
+    def _sum_columns(self, r: int, columns: _Columns) -> list[torch.Tensor]:
         device = self.devices[r]
         if device is not None and not self.bytes_per_pack:
-            return sums(columns, device)
-        return in_buckets(columns, self.bytes_per_pack, lambda column: added(column, self._where(r, column)))
+            return sum_each_on(columns, device)
+        return combine_in_buckets(
+            columns, self.bytes_per_pack, lambda column: sum_on(column, self._device_for(r, column))
+        )
 
-    def _added_over_workers(self, totals: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-        counted = [torch.zeros_like(total) for total in totals] if self.run.is_understudy else totals
-        return self.workers.all_reduce(counted, name)
+    def _add_over_workers(self, totals: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+        # See Note [Why a worker without rows runs the step] in `participants`.
+        if self.participants.is_understudy:
+            totals = [torch.zeros_like(total) for total in totals]
+        return self.workers.all_reduce(totals, name)
 
-    def _where(self, r: int, column: Sequence[torch.Tensor]) -> Device:
+    def _device_for(self, r: int, column: Sequence[torch.Tensor]) -> Device:
         device = self.devices[r]
         # The single replica on the user's own objects has no device of its own: it runs where its tensors are.
         return column[0].device if device is None else memory_device(device)
@@ -276,7 +282,7 @@ class ReplicaGroup:
         self,
         name: str,
         tensors: Sequence[torch.Tensor],
-        joined: Callable[[int, _Columns], list[torch.Tensor]],
+        join: Callable[[int, _Columns], list[torch.Tensor]],
         over_workers: Callable[[Sequence[torch.Tensor], str], list[torch.Tensor]],
         names: Sequence[str] = (),
         check: Callable[[Sequence[torch.Tensor]], None] = check_addable,
@@ -287,7 +293,7 @@ class ReplicaGroup:
         Args:
             name: The name of the synchronization point.
             tensors: Those that this replica brings.
-            joined: Makes, on the device of a replica, one tensor of each column.
+            join: Makes, on the device of a replica, one tensor of each column.
             over_workers: Makes one of those that the workers have joined.
             names: The name of each tensor.
             check: Raises an error for a column that does not fit together.
@@ -299,15 +305,18 @@ class ReplicaGroup:
             all of them take part in the backward, or none.
         """
 
+        present = self.participants.present
+
         def combine(brought: Sequence[tuple[list[torch.Tensor], bool, list[str]]]) -> list[Tree]:
             # Tensors are matched by their positions, so without this check, a step would add up tensors that have
             # nothing to do with each other.
+            names_of_first = brought[0][2]
             with refusing():
-                for r, (_, _, other) in zip(self.run.present, brought, strict=True):
-                    if other != brought[0][2]:
+                for r, (_, _, other) in zip(present, brought, strict=True):
+                    if other != names_of_first:
                         raise ValueError(
-                            f"Replicas {self.run.present[0]} and {r} brought values of different structure to one "
-                            f"{name}: one has {_listed(brought[0][2])}, the other {_listed(other)}."
+                            f"Replicas {present[0]} and {r} brought values of different structure to one "
+                            f"{name}: one has {_list_names(names_of_first)}, the other {_list_names(other)}."
                         )
                 columns = list(zip(*(tensors for tensors, _, _ in brought), strict=True))
                 for column in columns:
@@ -316,15 +325,16 @@ class ReplicaGroup:
             if self.workers.count > 1:
                 # A call that a step of one worker has refused, and caught, is one call here, too.
                 self.workers.compare("the number of this call in the step:", self.replica.num_calls)
-                self.workers.compare("the parts of the value:", ", ".join(brought[0][2]))
+                self.workers.compare("the parts of the value:", ", ".join(names_of_first))
                 wants_grad = any(map(any, self.workers.all_gather_bytes(bytes([wants_grad]), name)))
-                columns = [(one,) for one in over_workers(joined(self.run.present[0], columns), name)]
+                of_worker = join(present[0], columns)
+                columns = [(one,) for one in over_workers(of_worker, name)]
             # Each device joins them once. Other replicas on it get copies, since a replica may write on its result.
             made: dict[Device | None, list[torch.Tensor]] = {}
             answers: list[Tree] = []
-            for r in self.run.present:
+            for r in present:
                 known = made.get(self.devices[r])
-                result = joined(r, columns) if known is None else [tensor.clone() for tensor in known]
+                result = join(r, columns) if known is None else [tensor.clone() for tensor in known]
                 made[self.devices[r]] = result
                 answers.append((result, wants_grad, told))
             return answers
@@ -339,7 +349,7 @@ class ReplicaGroup:
     def _differentiable(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], cut: _Cut = tuple
     ) -> list[torch.Tensor]:
-        here = self._where(self.replica.index, inputs)
+        here = self._device_for(self.replica.index, inputs)
         # The outputs have to require grad also if only the inputs of another replica do. An additional input that
         # requires grad makes them so.
         gate = torch.ones((), device=here, requires_grad=True)
@@ -393,7 +403,7 @@ _apply_backward: Callable[..., Any] = _Backward.apply
 _apply_scaled: Callable[..., Any] = _Scaled.apply
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     return ", ".join(name or "a bare value" for name in names) or "nothing"
 
 

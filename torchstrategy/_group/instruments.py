@@ -46,16 +46,20 @@ class Instrument:
 # The instruments that observe the runs which this thread starts; `testing/_instruments` installs them. A context
 # variable, since replicas' threads take over the context of the caller: so an instrument sees the replicas of the runs
 # in its block, and not those of other threads.
-IN_FORCE: ContextVar[tuple[Instrument, ...]] = ContextVar("torchstrategy_conductors", default=())
+IN_FORCE: ContextVar[tuple[Instrument, ...]] = ContextVar("torchstrategy_instruments", default=())
 
 
-def begins(num_replicas: int) -> Turns | None:
+def tell_run_begins(num_replicas: int) -> Turns | None:
     """Tells the instruments that a run begins. Returns the function that gives the turns in it, or None.
 
     Raises:
         RuntimeError: If two instruments want to give the turns.
     """
-    givers = [(instrument, turns) for instrument in IN_FORCE.get() if (turns := instrument._begins(num_replicas))]
+    givers = []
+    for instrument in IN_FORCE.get():
+        turns = instrument._begins(num_replicas)
+        if turns:
+            givers.append((instrument, turns))
     if len(givers) > 1:
         raise RuntimeError(
             f"{givers[0][0]!r} and {givers[1][0]!r} both say which replica goes next, and only one of them can. Leave "
@@ -64,29 +68,29 @@ def begins(num_replicas: int) -> Turns | None:
     return givers[0][1] if givers else None
 
 
-def reached(replica: int, where: str) -> None:
+def tell_reached(replica: int, where: str) -> None:
     """Tells the instruments that a replica has come to `where`."""
     for instrument in IN_FORCE.get():
         instrument._reached(replica, where)
 
 
-def held(point: str) -> None:
+def tell_held(point: str) -> None:
     """Tells the instruments that all replicas are at a synchronization point."""
     for instrument in IN_FORCE.get():
         instrument._held(point)
 
 
-def combined_gradients() -> None:
+def tell_combined_gradients() -> None:
     """Tells the instruments that the gradients of several replicas have been added up."""
     for instrument in IN_FORCE.get():
         instrument._combined_gradients()
 
 
-def performed(replica: int, call: Callable[[], T]) -> T:
+def call_step(replica: int, call: Callable[[], T]) -> T:
     """Calls the step in a replica, and tells the instruments of its start and end; of no end if the step raises."""
-    reached(replica, START)
+    tell_reached(replica, START)
     result = call()
-    reached(replica, END)
+    tell_reached(replica, END)
     return result
 
 
@@ -95,5 +99,5 @@ def performed_alone(fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[s
     # Without an instrument, a single replica should cost no more than a call of the step.
     if not IN_FORCE.get():
         return fn(*args, **kwargs)
-    begins(1)
-    return performed(0, lambda: fn(*args, **kwargs))
+    tell_run_begins(1)
+    return call_step(0, lambda: fn(*args, **kwargs))

@@ -20,7 +20,7 @@ from torchstrategy._base.trace import traced
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._group.device_streams import NO_SIDE_STREAM, DeviceStreams, keep_for
 from torchstrategy._group.group import Combine, Replica, ReplicaStopped
-from torchstrategy._group.instruments import performed, reached
+from torchstrategy._group.instruments import call_step, tell_reached
 
 
 @final
@@ -44,15 +44,16 @@ class OneOfSeveral(Replica):
         try:
             if self.is_cancelled:
                 raise ReplicaStopped
-            step = functools.partial(performed, self.index, functools.partial(call, self))
+            step = functools.partial(call_step, self.index, functools.partial(call, self))
             if self.device_streams is not None:
-                step = functools.partial(_ending_streams, self.device_streams, step)
-            return self._ended(Ended(self.index, run_in(self.device, step)))
+                step = functools.partial(_call_on_streams, self.device_streams, step)
+            return self._end(Ended(self.index, run_in(self.device, step)))
         except BaseException as error:
-            # Also SystemExit and KeyboardInterrupt: the other replicas are stopped first, however the step ends.
-            return self._ended(Failed(self.index, error))
+            # Also SystemExit and KeyboardInterrupt: the other replicas are stopped first, however the step ends. See
+            # Note [What happens on Ctrl-C] in `replica_threads`.
+            return self._end(Failed(self.index, error))
 
-    def _ended(self, outcome: Report) -> Report:
+    def _end(self, outcome: Report) -> Report:
         if os.getpid() != self.process:
             _end_child(outcome)
         self.thread = None
@@ -66,7 +67,7 @@ class OneOfSeveral(Replica):
         self._report(Paused(self.index))
 
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
-        reached(self.index, name)
+        tell_reached(self.index, name)
         # See Note [Who may call what on which thread].
         if threading.get_ident() != self.thread:
             raise RuntimeError(
@@ -89,7 +90,7 @@ class OneOfSeveral(Replica):
         return self.stand_still(report)
 
 
-def _ending_streams(streams: DeviceStreams, step: Callable[[], Tree]) -> Tree:
+def _call_on_streams(streams: DeviceStreams, step: Callable[[], Tree]) -> Tree:
     """Calls a step that works on streams."""
     try:
         return step()

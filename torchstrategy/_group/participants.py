@@ -3,7 +3,8 @@
 The loss of a step is usually a mean over the rows that the step saw. The mean over all rows of a batch is the sum of
 the replicas' means, each multiplied by the replica's fraction of the rows. So this fraction is the weight by which a
 replica's gradient is multiplied. If the loss is a mean over something else, such as tokens, the user says how many of
-these each replica has: its fraction of them is the weight. Running statistics are means over rows in any case.
+these each replica has: its fraction of them is the weight. Running statistics are means over rows in any case. What
+multiplies by these numbers is listed in Note [Where a gradient is weighed] in `weighing`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,29 @@ from itertools import chain
 from typing import NamedTuple, final
 
 from torchstrategy._base.distributed_values import ABSENT, DistributedValues, PerReplica, regroup, regroup_in_worker
-from torchstrategy._base.errors import plural
 from torchstrategy._base.options import ReduceOp, RunOptions
+from torchstrategy._base.row_errors import examples_count_error, unequal_arguments_error
 from torchstrategy._base.types import Tree
 from torchstrategy._group.workers import LONE, Workers
 
 
+# Note [Why a worker without rows runs the step]
+# The last batch of an epoch may have fewer rows than there are replicas. In one process, a replica without rows sits
+# the step out, and the others synchronize without it. A worker cannot: the others wait for it at every exchange, since
+# NCCL and gloo know only groups in which all take part. How many exchanges there will be, only the step says: a
+# gradient may be sent by itself, and a step may call `all_reduce` as often as it likes. A group without this worker
+# would have to be made by all workers, for each such step, which takes longer than most steps.
+# So its first replica runs the step all the same, as an *understudy*. It needs rows, since the mean of no rows is NaN,
+# and many steps fail without any. They are those of another worker:
+# - of a batch that all workers know, those of replica 0 of all (`Share.borrowed` in `_data/steps`);
+# - where each worker reads a dataset of its own, its own last batch or, if it had none, one that another worker sends
+#   (`next_of_all_workers` in `_data/reading`).
+# Nothing that it computes counts:
+# - its gradients, and what it brings to a collective, are replaced by zeros, or by nothing; they are not multiplied by
+#   0, since 0 times NaN is NaN;
+# - of buffers it takes what the others send; variables with a value in each replica, and metrics, go on from before;
+# - what its step returns only tells the shape and dtype of what the others have (`PerReplica.understudy`).
+# Where no worker has a row, and with `run_empty_replicas`, all replicas take part.
 @final
 @dataclass(frozen=True)
 class ReplicaWeights:
@@ -33,10 +51,10 @@ class ReplicaWeights:
         fractions: For every replica of this worker, its fraction of the rows: those of all workers add up to 1. If the
             batch does not say the rows, its share.
         reduction: How the gradients of the replicas become one.
-        num_present: How many replicas of all workers take part.
+        count: How many replicas of all workers take part.
         lead_worker: The first worker that has a replica which takes part.
-        is_understudy: Whether no replica of this worker takes part. Then the first one runs the step all the same, so
-            that this worker comes to all exchanges with the others, and nothing that it computes counts.
+        is_understudy: Whether no replica of this worker takes part. Then the first one runs the step all the same, and
+            nothing that it computes counts: see Note [Why a worker without rows runs the step].
         total_weight: The sum of the weights of all replicas of all workers.
         has_news: Whether one of several workers has modules or variables that no run has had yet.
         shares: For every replica of this worker, how much of the mean gradient is its own: those of all workers add up
@@ -46,7 +64,7 @@ class ReplicaWeights:
     present: tuple[int, ...]
     fractions: tuple[float, ...]
     reduction: ReduceOp
-    num_present: int = 1
+    count: int = 1
     lead_worker: int = 0
     is_understudy: bool = False
     total_weight: float = 1.0
@@ -125,8 +143,8 @@ class ReplicaWeights:
         of_all = [_OfWorker(own, has_news, workers.is_asked_to_leave)]
         if workers.count > 1:
             workers.compare("RunOptions", (reduction, options.run_empty_replicas))
-            told = workers.all_gather_bytes(of_all[0].packed(), "the beginning of a run")
-            of_all = list(map(_OfWorker.unpacked, told))
+            told = workers.all_gather_bytes(of_all[0].pack(), "the beginning of a run")
+            of_all = list(map(_OfWorker.unpack, told))
         of_workers, have_news, are_asked = zip(*of_all, strict=True)
         workers.all_leave = any(are_asked)
         everyone = list(chain.from_iterable(of_workers))
@@ -183,7 +201,8 @@ class ReplicaWeights:
         has_news: bool = False,
     ) -> ReplicaWeights:
         """The weights, from what is known of each replica of all `count` workers, of which this is number `index`."""
-        # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
+        # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked;
+        # but see Note [Why a worker without rows runs the step].
         leaves_out = not runs_empty and any(one.has_rows for one in everyone)
         takes_part = [not one.is_absent and (one.has_rows or not leaves_out) for one in everyone]
         fractions = _parts([one.rows for one in everyone], takes_part, [1.0] * len(everyone))
@@ -198,7 +217,7 @@ class ReplicaWeights:
             present or (0,),
             tuple(fractions[here]),
             reduction,
-            num_present=sum(takes_part),
+            count=sum(takes_part),
             lead_worker=takes_part.index(True) // num_replicas if any(takes_part) else 0,
             is_understudy=not present,
             total_weight=1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, shares))),
@@ -222,14 +241,18 @@ def _of_rows(
 def reduction_of(options: RunOptions, default: ReduceOp) -> ReduceOp:
     """How gradients become one, once each is weighted; `default` where the options do not say."""
     said = options.gradient_reduction
-    return said if isinstance(said, ReduceOp) else default if said is None else ReduceOp.MEAN
+    if isinstance(said, ReduceOp):
+        return said
+    return default if said is None else ReduceOp.MEAN  # else it is "loss", which says how each is weighted
 
 
 def replicas_with_rows(leaves: Sequence[Tree], num_replicas: int) -> list[int]:
     """The replicas of this worker that have all arguments, and rows of some batch, unless no batch says its rows."""
     records = [leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None]
-    present = set(range(num_replicas)) - _absent(leaves)
-    return sorted(r for r in present if not records or any(rows[r] for rows in records))
+    present = sorted(set(range(num_replicas)) - _absent(leaves))
+    if not records:
+        return present
+    return [r for r in present if any(rows[r] for rows in records)]
 
 
 def _absent(leaves: Sequence[Tree]) -> set[int]:
@@ -252,10 +275,7 @@ def _shares(rows: Sequence[float] | None, given: Sequence[float] | None, num_rep
     if given is None:
         return [1.0] * num_replicas if rows is None else rows
     if len(given) != num_replicas:
-        raise ValueError(
-            f"RunOptions(examples={tuple(given)}) has {plural(len(given), 'number')}; the strategy has "
-            f"{plural(num_replicas, 'replica')}."
-        )
+        raise examples_count_error(given, num_replicas)
     return given
 
 
@@ -275,13 +295,13 @@ class _OfWorker(NamedTuple):
     has_news: bool
     is_asked_to_leave: bool
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         numbers = chain.from_iterable(self.replicas)
         kinds = f"<2?{len(self.replicas) * 'dd2?'}"
         return struct.pack(kinds, self.has_news, self.is_asked_to_leave, *numbers)
 
     @classmethod
-    def unpacked(cls, data: bytes) -> _OfWorker:
+    def unpack(cls, data: bytes) -> _OfWorker:
         count = (len(data) - _HEAD) // _OF_REPLICA
         has_news, is_asked, *numbers = struct.unpack(f"<2?{count * 'dd2?'}", data)
         replicas = []
@@ -297,36 +317,21 @@ _HEAD, _OF_REPLICA = struct.calcsize("<2?"), struct.calcsize("<dd2?")
 def _rows(
     leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp, given: Sequence[float] | None
 ) -> tuple[int, ...] | None:
-    records = list(
-        dict.fromkeys(leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None)
-    )
+    """How many rows each replica has, if the arguments say so, and it is known how much each counts."""
+    known = [leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None]
+    records = list(dict.fromkeys(known))
     if len(records) < 2:
         return records[0] if records else None
-    has_shares = given is not None or reduction is ReduceOp.SUM
     for r, rows in enumerate(zip(*records, strict=True)):
         has_some = any(rows) and not all(rows)
         if has_some and not options.run_empty_replicas:
             told = f" Replica {r} has rows of one and none of another, and would lose them if it sat the step out."
-            raise ValueError(_UNEQUAL.format(records=_shown(records), told=told))
-        if any(rows) and given is not None and tuple(given[r : r + 1]) == (0,):
+            raise unequal_arguments_error(records, told)
+        if given is not None and any(rows) and tuple(given[r : r + 1]) == (0,):
             told = f" RunOptions(examples={tuple(given)}) drops the gradient of replica {r}, and so its rows."
-            raise ValueError(_UNEQUAL.format(records=_shown(records), told=told))
+            raise unequal_arguments_error(records, told)
+    has_shares = given is not None or reduction is ReduceOp.SUM
     if not has_shares:
-        raise ValueError(_UNEQUAL.format(records=_shown(records), told=""))
+        raise unequal_arguments_error(records)
     # The weights do not depend on these numbers: a replica takes part if any of the arguments has rows for it.
     return tuple(map(max, zip(*records, strict=True)))
-
-
-def _shown(records: Sequence[tuple[int, ...]]) -> str:
-    return " and ".join(map(str, records))
-
-
-_UNEQUAL = (
-    "The arguments of this run were split with different numbers of rows, {records} by replica, as a labelled batch "
-    "and a larger unlabelled one are. No share of a replica in the gradient fits both, so a mean over a replica's own "
-    "rows cannot be right.{told} Let the step make each mean by torchstrategy.nn.compute_average_loss(losses), where "
-    "losses has one number for each row, as by reduction='none'; and give the run "
-    "options=torchstrategy.RunOptions(gradient_reduction='sum', run_empty_replicas=True). If the means are right as "
-    "they are, and you know the shares: RunOptions(examples=[...], run_empty_replicas=True), with a number above 0 for "
-    "each replica that has rows."
-)

@@ -76,7 +76,8 @@ class RandomStreams:
         self.put_callers_in_force()
         has_drawn = any(not torch.equal(begun, self._paused[stream]) for stream, begun in self._begun.items())
         as_they_were = (torch.equal(generator.get_state(), state) for generator, state in self._callers.items())
-        if has_drawn and not self._first and all(as_they_were):
+        leads = not self._first  # replica 0 of all is in this process
+        if has_drawn and leads and all(as_they_were):  # they are compared only if need be
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
         self._holders.clear()
         return has_drawn

@@ -10,7 +10,7 @@ import torch
 from torchstrategy._base.errors import as_int
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._base.types import Device, Tree, VariableBase
-from torchstrategy._group.transfer import added, concatenated
+from torchstrategy._group.transfer import concatenate_on, sum_on
 from torchstrategy._group.workers import LONE, Workers
 
 
@@ -40,7 +40,7 @@ def check_addable(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors[1:]:
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
             raise ValueError(
-                f"The replicas' values cannot be added: {_described(tensors)}. They must be of one shape and dtype; "
+                f"The replicas' values cannot be added: {_describe(tensors)}. They must be of one shape and dtype; "
                 "with `axis=0`, Strategy.reduce also reduces each replica's rows, whose numbers may differ."
             )
 
@@ -76,16 +76,16 @@ def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
         fits = tensor.dim() == first.dim() and tensor.dtype == first.dtype
         if not fits or any(tensor.shape[i] != first.shape[i] for i in others):
             raise ValueError(
-                f"The replicas' values cannot be gathered along axis {axis}: {_described(tensors)}. They may differ "
+                f"The replicas' values cannot be gathered along axis {axis}: {_describe(tensors)}. They may differ "
                 "only in the size of that axis."
             )
 
 
-def _described(tensors: Sequence[torch.Tensor]) -> str:
+def _describe(tensors: Sequence[torch.Tensor]) -> str:
     return " and ".join(dict.fromkeys(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors))
 
 
-def combined(
+def reduce_values(
     op: ReduceOp,
     axis: int | tuple[int, ...] | None,
     values: Sequence[Tree],
@@ -110,16 +110,20 @@ def combined(
         ValueError: If there is no such axis, or what is added differs in shape.
         TypeError: If `axis` is neither an integer nor a tuple of them.
     """
-    sums, sizes = zip(*((as_tensor(v), 1) if axis is None else summed_along(v, axis) for v in values), strict=True)
+    if axis is None:
+        sums, size = [as_tensor(value) for value in values], len(values)
+    else:
+        pairs = [sum_along(value, axis) for value in values]
+        sums, size = [total for total, _ in pairs], sum(rows for _, rows in pairs)
     check_addable(sums)
-    total, size = added(sums, device), sum(sizes)
+    total = sum_on(sums, device)
     if not matter:
         total, size = torch.zeros_like(total), 0
     total, everyones = workers.all_reduce([total, torch.tensor(size, device="cpu")], f"reduce({op.value})")
     return total if op is ReduceOp.SUM else total / everyones.item()
 
 
-def summed_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor, int]:
+def sum_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor, int]:
     """The sum of one value along one axis or several axes, and how many rows were added for each of its elements.
 
     Raises:
@@ -138,17 +142,17 @@ def summed_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor
     return total, math.prod(tensor.shape[a] for a in axes)
 
 
-def gathered(
+def gather_values(
     axis: int, values: Sequence[Tree], device: Device, workers: Workers = LONE, matter: bool = True
 ) -> torch.Tensor:
-    """The values of all workers, concatenated along `axis`, on `device`. The arguments are as for `combined`.
+    """The values of all workers, concatenated along `axis`, on `device`. The arguments are as for `reduce_values`.
 
     Raises:
         ValueError: If they are scalars, there is no such axis, or they differ elsewhere than along it.
     """
     tensors = [as_tensor(value) for value in values]
     check_gatherable(tensors, axis)
-    whole = concatenated(tensors, axis, device)
+    whole = concatenate_on(tensors, axis, device)
     if workers.count == 1:
         return whole
     whole = whole if matter else whole.narrow(axis, 0, 0)

@@ -37,7 +37,7 @@ from torchstrategy._base.trace import traced
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._group.device_streams import DeviceStreams
 from torchstrategy._group.group import InlineReplica, Replica, ReplicaStopped, Watch
-from torchstrategy._group.instruments import Turns, begins, held, performed_alone
+from torchstrategy._group.instruments import Turns, performed_alone, tell_held, tell_run_begins
 from torchstrategy._group.one_of_several import STOP, Ended, OneOfSeveral, Paused, Report, Synchronizing, await_turn
 from torchstrategy._group.random_streams import RandomStreams
 
@@ -111,8 +111,8 @@ class ReplicaThreads:
         """Stops the replicas whatever they are doing, and waits until their threads have ended.
 
         After this, `is_fit` is false. The method does not use what `_Run` knows about the replicas, since this may be
-        wrong: a signal handler can raise between any two lines of `_Run`. If a second exception interrupts the method,
-        or it is called again, every thread has still been told to end.
+        wrong: see Note [What happens on Ctrl-C]. If a second exception interrupts the method, or it is called again,
+        every thread has still been told to end.
         """
         self._finalizer.detach()
         for replica in replicas.values():
@@ -181,6 +181,26 @@ def runs_under_way() -> int:
     return depth
 
 
+# Note [What happens on Ctrl-C]
+# Python calls the handler of a signal on the main thread only, between two lines of Python code, and the handler of
+# Ctrl-C raises KeyboardInterrupt there. The main thread is mostly the one that called `run`. So this exception, as that
+# of any other handler, may come out of every line that this thread runs, also of one that takes something back. Hence:
+# 1. This thread waits for nobody without looking up. A signal that comes just before it begins to wait would be handled
+#    only when it wakes. `_Run._receive` and `Prefetcher.next` wait for a second at most, and then again;
+#    `ProcessGroup._finish_one`, which waits for other workers, for a quarter of a second.
+# 2. In the step of a replica that is on this thread, it is an error of this replica as any other
+#    (`OneOfSeveral.perform`). All replicas stand still then, and those that wait are stopped one by one, which lets
+#    their `finally` blocks run (`_Run._stop_waiting`). A lone replica is left as a plain step is: its frame is taken
+#    away by a `finally`, and not by a `with`, since the exception may come on the way into `__exit__`.
+# 3. In the code of a run, the lines that were broken off may have left anything, and replicas may be at work. So
+#    `ReplicaThreads.abandon` uses nothing that the run knows. It tells all threads to end, raises `ReplicaStopped` in
+#    those that compute, at their next line of Python, and waits until they have ended: after that, nobody writes on
+#    what is taken back. A second Ctrl-C ends this waiting, so that a replica that is stuck in C code holds nobody up.
+# 4. What the run has done is taken back as after any failure: see Note [The order of a run and of its undoing] in
+#    `_copies/replicated_storage`. Each part of it works, too, where what it takes back was not done, or done half.
+# 5. Other workers are told, as of any other failure (`Workers.tell_why`): each raises a `WorkerError` that says so.
+# 6. A batch stays in the queue of a `Prefetcher` until the program has got it, so none is lost.
+# The strategy can be used again then, unless it has other workers. `tests/contract/test_ctrl_c.py` holds all this.
 @final
 class _Run:
     """One run of several replicas. Its methods are called only on the thread that called `run`."""
@@ -193,7 +213,7 @@ class _Run:
         watch: Watch | None,
         device_streams: DeviceStreams | None,
     ) -> None:
-        turns, devices = begins(len(replicas.devices)), replicas.devices
+        turns, devices = tell_run_begins(len(replicas.devices)), replicas.devices
         streams = {} if device_streams is None else device_streams.callers
         self._state, self._callers_device = CallerState(streams), torch.get_default_device()
         self._replica = functools.partial(OneOfSeveral, device_streams=device_streams)
@@ -212,7 +232,9 @@ class _Run:
         self._errors: dict[int, BaseException] = {}
         self._interruption: BaseException | None = None  # what was raised where a replica of this thread stood still
         self._stopped_here: int | None = None  # that replica, once it was stopped
-        self._lanes = {r: replicas.lanes[r] if turns is None else None for r in present}
+        self._lanes: dict[int, Device | None] = dict.fromkeys(present)  # if somebody gives the turns, all are in one
+        if turns is None:
+            self._lanes = {r: replicas.lanes[r] for r in present}
         # See Note [Random streams of replicas]. The streams are chosen before a watch puts all replicas in one lane: a
         # replica draws from the same kind of stream with and without the watch.
         one_at_a_time = len(set(self._lanes.values())) == 1
@@ -236,7 +258,8 @@ class _Run:
             return self._results
         except BaseException as error:
             # A replica, a merge function or a signal handler has raised. If all replicas stand still, the waiting ones
-            # are stopped one by one, and the threads can be used again. Else the threads are ended.
+            # are stopped one by one, and the threads can be used again. Else the threads are ended. See Note [What
+            # happens on Ctrl-C].
             if self._is_orderly(error):
                 self._stop_waiting()
             if self._threads is not None and (self._running or self._arrived or self._to_send):
@@ -332,8 +355,7 @@ class _Run:
 
     def _receive(self) -> int:
         report = None
-        # If a signal comes just when this thread begins to wait, Python handles it only when the thread wakes again. So
-        # the thread must not wait for ever.
+        # It must not wait for ever: see Note [What happens on Ctrl-C].
         while report is None:
             with suppress(Empty):
                 report = self._reports.get(timeout=_LOOK_UP_S)
@@ -359,7 +381,7 @@ class _Run:
             raise RuntimeError(self._unequal())
         # See Note [Who may call what on which thread] and Note [Random streams of replicas].
         self._streams.put_callers_in_force()
-        held(points[0].name)
+        tell_held(points[0].name)
         with traced("synchronize at {}", points[0].name):
             answers = points[0].combine([point.brought for point in points])
         self._to_send = {point.replica: answer for point, answer in zip(points, answers, strict=True)}

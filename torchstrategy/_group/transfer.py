@@ -1,7 +1,7 @@
 """Copies and sums between devices: the only caller of `torch.nn.parallel` and of NCCL.
 
 The primitives of `torch.nn.parallel` move many tensors in few transfers, but only between CUDA devices that are all
-different. For all other devices, the CPU included, plain copies do the same. Gradients are weighted on one device.
+different. For all other devices, the CPU included, plain copies do the same.
 
 Many small tensors are sent as a few large ones, the buckets. They are flattened, put one after the other and cut into
 buckets; after the transfer they are taken apart again. A *column* has the tensors of one shape that the replicas have
@@ -11,7 +11,6 @@ tensor is sent as it is.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -40,7 +39,7 @@ _SMALL = 1 << 18  # bytes: tensors up to this size are sent together, since larg
 _TOGETHER = 1 << 24  # bytes that are sent together: for a while, both devices need as much extra memory
 
 
-def sent_to(tensor: torch.Tensor, device: Device) -> torch.Tensor:
+def detached_copy(tensor: torch.Tensor, device: Device) -> torch.Tensor:
     """A copy on a device; it never shares memory with the original, and no gradient flows through it."""
     return tensor.detach().to(memory_device(device), copy=True)
 
@@ -72,14 +71,18 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
             continue
         with _copying_to(device):
             # The program waits for the small ones, which come from memory that is not pinned. So they go first.
-            for group in sorted(_groups(sources), key=len, reverse=True):
+            for group in sorted(_plan_transfers(sources), key=len, reverse=True):
                 there = [targets[index] for index in group]
                 if len(group) > 1:
-                    torch_internals.foreach_copy_(there, brought([sources[index] for index in group], device))
+                    torch_internals.foreach_copy_(there, copy_to([sources[index] for index in group], device))
                 else:  # a large tensor is copied without a temporary tensor on the target device
                     there[0].copy_(sources[group[0]], non_blocking=copies_by_itself(device))
-    places = [write.targets[0].device for write in writes if write.sources[0].is_cpu]
-    return [copy_stream(device, Cargo.VALUES).record_event() for device in places if is_accelerator(device)]
+    ends = []
+    for targets, sources in writes:
+        device = targets[0].device
+        if sources[0].is_cpu and is_accelerator(device):
+            ends.append(copy_stream(device, Cargo.VALUES).record_event())
+    return ends
 
 
 def _broadcast(writes: Sequence[Write]) -> None:
@@ -88,13 +91,15 @@ def _broadcast(writes: Sequence[Write]) -> None:
     Small tensors are sent together and large ones into the targets themselves, so that no device needs memory for all
     values twice.
     """
-    for group in _groups(writes[0].sources):
+    for group in _plan_transfers(writes[0].sources):
         sources = [writes[0].sources[index] for index in group]
-        targets = [[write.targets[index] for index in group] for write in writes]
-        if len(group) == 1 and all(is_sent_as_it_is(tensor) for tensor in [sources[0], *(one for (one,) in targets)]):
-            with torch_internals.counting_writes([one for (one,) in targets]):
-                comm.broadcast(sources[0].detach(), out=[one.detach() for (one,) in targets])
-            continue
+        targets = [[write.targets[index] for index in group] for write in writes]  # a list for each device
+        if len(group) == 1:
+            single = [tensors[0] for tensors in targets]
+            if all(map(is_sent_as_it_is, [sources[0], *single])):
+                with torch_internals.counting_writes(single):
+                    comm.broadcast(sources[0].detach(), out=[tensor.detach() for tensor in single])
+                continue
         devices = [sources[0].device, *(tensors[0].device for tensors in targets)]
         _, *copies = comm.broadcast_coalesced([as_sendable(tensor) for tensor in sources], devices)
         for tensors, copy in zip(targets, copies, strict=True):
@@ -102,7 +107,7 @@ def _broadcast(writes: Sequence[Write]) -> None:
             torch_internals.foreach_copy_(tensors, arrived)
 
 
-def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = False) -> list[torch.Tensor]:
+def copy_to(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = False) -> list[torch.Tensor]:
     """Tensors of one device, on `device`; not copied if they are there. Small ones go together, and share memory.
 
     From an accelerator, large ones come into `pinned` memory of the CPU, if asked, which is several times faster.
@@ -110,7 +115,7 @@ def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = Fals
     if not tensors or tensors[0].device == device:
         return list(tensors)
     arrived: dict[int, torch.Tensor] = {}
-    for indices in _groups(tensors):
+    for indices in _plan_transfers(tensors):
         if len(indices) == 1:
             # To the CPU, a copy that does not block makes a tensor in pinned memory.
             arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=copies_by_itself(device) or pinned)
@@ -123,12 +128,13 @@ def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = Fals
     return [arrived[index] for index in range(len(tensors))]
 
 
-def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
+def sum_on(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
     """The sum of tensors of one shape on any devices, as a new tensor on `device`. Differentiable."""
     target = memory_device(device)
     if _are_added_by_primitives(tensors) and not _any_requires_grad(tensors):
         # `reduce_add` can only sum on a device that has one of the tensors.
-        root = target if target in [t.device for t in tensors] else tensors[0].device
+        devices = [tensor.device for tensor in tensors]
+        root = target if target in devices else devices[0]
         if not torch_internals.are_dense(tensors):
             summed: torch.Tensor = comm.reduce_add(list(tensors), root.index)
             return summed.to(target)
@@ -145,12 +151,12 @@ def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
     return total
 
 
-def sums(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torch.Tensor]:
-    """The result of `added` for each of several columns of tensors of one dtype, in fused loops where possible."""
+def sum_each_on(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torch.Tensor]:
+    """The result of `sum_on` for each of several columns of tensors of one dtype, in fused loops where possible."""
     rows = [list(row) for row in zip(*columns, strict=False)]
     if not _are_fusible(columns, rows):
-        return [added(column, device) for column in columns]
-    first, second, *others = (brought(row, memory_device(device)) for row in rows)
+        return [sum_on(column, device) for column in columns]
+    first, second, *others = (copy_to(row, memory_device(device)) for row in rows)
     totals = torch_internals.foreach_add(first, second)
     for row in others:
         torch_internals.foreach_add_(totals, row)
@@ -180,30 +186,33 @@ def why_not_nccl(devices: Sequence[Device]) -> str | None:
     return None if torch_internals.HAS_NCCL else "this build of torch has no NCCL"
 
 
-def nccl_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def sum_by_nccl(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The sum of tensors of one shape, on the device of each of them. No gradient flows.
 
     Args:
         tensors: Dense tensors on devices between which NCCL can send.
     """
     if not can_be_added(tensors[0].dtype):  # torch itself says so
-        return [added(tensors, tensor.device) for tensor in tensors]
+        return [sum_on(tensors, tensor.device) for tensor in tensors]
     inputs = [as_addable(tensor).contiguous() for tensor in tensors]
     outputs = [torch.empty_like(tensor) for tensor in inputs]
     nccl.all_reduce(inputs, outputs)
     return [from_addable(output, tensors[0].dtype) for output in outputs]
 
 
-def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:
+def concatenate_on(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:
     """Tensors on any devices, concatenated along `axis`, on `device`. Differentiable."""
     return torch.cat([tensor.to(memory_device(device)) for tensor in tensors], dim=axis)
 
 
-def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def _plan_transfers(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Which tensors are sent together, by position: small ones of one device and dtype, up to a total size."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    kinds = [index if is_sent_alone(tensor) else (tensor.device, tensor.dtype) for index, tensor in enumerate(tensors)]
-    return grouped(kinds, sizes, _TOGETHER)
+    kinds: list[Hashable] = []
+    for index, tensor in enumerate(tensors):
+        is_alone = is_sent_alone(tensor)
+        kinds.append(index if is_alone else (tensor.device, tensor.dtype))  # nothing else is of the kind `index`
+    return plan_groups(kinds, sizes, _TOGETHER)
 
 
 def is_sent_alone(tensor: torch.Tensor) -> bool:
@@ -260,70 +269,22 @@ def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
     return torch.equal(first, second)
 
 
-def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The sum of tensors, each multiplied by its weight, as a new tensor."""
-    return functools.reduce(torch.add, map(torch.mul, tensors, weights))
-
-
-def accumulate(
-    total: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor], weight: float, are_ours: bool = False
-) -> None:
-    """`total += weight * gradients`, parameter by parameter, in fused loops.
-
-    If `are_ours`, the library owns the gradients: they may be written, and become the total themselves. Gradients of
-    others are not written.
-    """
-    fresh = [index for index in gradients if index not in total]
-    known = [index for index in gradients if index in total] if total else []
-    if not torch_internals.are_dense((*gradients.values(), *total.values())):
-        for index in known:
-            total[index] = total[index] + gradients[index] * weight
-        total.update((index, gradients[index] * weight) for index in fresh)
-        return
-    if known:
-        totals = [total[index] for index in known]
-        torch_internals.foreach_add_(totals, [gradients[index] for index in known], alpha=weight)
-    if fresh:
-        new = [gradients[index] for index in fresh]
-        if are_ours and torch_internals.are_alone_in_memory(new):  # backward may give one gradient to two parameters
-            if weight != 1:
-                torch_internals.foreach_mul_(new, as_factor(weight, new))
-        else:
-            new = list(torch_internals.foreach_mul(new, weight))
-        total.update(zip(fresh, new, strict=True))
-
-
-def as_factor(weight: float, tensors: Sequence[torch.Tensor]) -> float | torch.Tensor:
-    """A number by which to multiply tensors: on the CPU a tensor, since torch makes one of a number for each factor."""
-    kinds = set(torch_internals.dtypes(tensors))
-    is_usual = kinds in ({torch.float32}, {torch.float64}) and all(torch_internals.are_on_cpu(tensors))
-    return torch.tensor(weight, dtype=tensors[0].dtype, device="cpu") if is_usual else weight
-
-
-def times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
-    """Each of some tensors, multiplied by a weight; None in place of all tensors if the weight is 0."""
-    if weight == 1:
-        return tensors
-    known = {i: t for i, t in enumerate(tensors) if t is not None and weight}
-    scaled: dict[int, torch.Tensor] = {}
-    accumulate(scaled, known, weight)
-    return [scaled.get(i) for i in range(len(tensors))]
-
-
 Column = Sequence[torch.Tensor]
 
 
-def in_buckets(columns: Sequence[Column], limit: int, combine: Callable[[Column], torch.Tensor]) -> list[torch.Tensor]:
+def combine_in_buckets(
+    columns: Sequence[Column], limit: int, combine: Callable[[Column], torch.Tensor]
+) -> list[torch.Tensor]:
     """Calls `combine`, which works element by element, on columns in buckets, and returns its result for each column.
 
     A bucket has `limit` bytes at most; 0: `combine` is called on each column by itself.
     """
     if not limit:
         return [combine(column) for column in columns]
-    return [result for (result,) in bucketed(columns, limit, lambda bucket: [combine(bucket)])]
+    return [result for (result,) in exchange_in_buckets(columns, limit, lambda bucket: [combine(bucket)])]
 
 
-def bucketed(
+def exchange_in_buckets(
     columns: Sequence[Column], limit: float, combine: Callable[[Column], Column], count: int = 1
 ) -> list[list[torch.Tensor]]:
     """The same, for a `combine` that returns several tensors. No two of the results share memory.
@@ -336,7 +297,7 @@ def bucketed(
     """
     found: dict[int, list[torch.Tensor]] = {}
     kinds = [_kind(column) or index for index, column in enumerate(columns)]
-    for group in grouped(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit):
+    for group in plan_groups(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit):
         like = [columns[index][0] for index in group]
         total = sum(tensor.numel() for tensor in like)
         pieces = count if _kind(columns[group[0]]) and total >= count else 1  # else they are too small to cut
@@ -345,16 +306,21 @@ def bucketed(
             continue
         size = total // pieces
         sizes = [*[size] * (pieces - 1), total - size * (pieces - 1)]
-        rows = zip(*(columns[index] for index in group), strict=True)
-        buckets = zip(*(torch.cat([tensor.reshape(-1) for tensor in row]).split(sizes) for row in rows), strict=True)
-        of_replicas = zip(*map(combine, buckets), strict=True)
-        arrived = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in of_replicas]
-        results = [[part.clone() for part in torch_internals.unflattened(flat, like)] for flat in arrived]
-        found.update(zip(group, map(list, zip(*results, strict=True)), strict=True))
+        cut_rows = []  # for each replica its tensors one after the other, cut into pieces
+        for row in zip(*(columns[index] for index in group), strict=True):
+            flat = torch.cat([tensor.reshape(-1) for tensor in row])
+            cut_rows.append(flat.split(sizes))
+        combined = [combine(bucket) for bucket in zip(*cut_rows, strict=True)]
+        results = []  # for each of the tensors that `combine` returned, its parts
+        for parts in zip(*combined, strict=True):
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            results.append([part.clone() for part in torch_internals.unflattened(whole, like)])
+        for index, of_column in zip(group, zip(*results, strict=True), strict=True):
+            found[index] = list(of_column)
     return [found[index] for index in range(len(columns))]
 
 
-def grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float, over: bool = False) -> list[list[int]]:
+def plan_groups(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float, over: bool = False) -> list[list[int]]:
     """Which of several things go together, by position: those of one kind, up to a total size.
 
     Args:

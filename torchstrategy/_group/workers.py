@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 
 from torchstrategy._base.types import GeneratorLike
-from torchstrategy._group.transfer import grouped
+from torchstrategy._group.transfer import plan_groups
 
 
 class WorkerError(RuntimeError):
@@ -269,4 +269,6 @@ PACK = 4 * 2**20  # bytes from which on tensors that are sent together are enoug
 
 def packs_of(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The positions of tensors that are sent together: those of one dtype and device, until they have `PACK` bytes."""
-    return grouped([(tensor.dtype, tensor.device) for tensor in tensors], [t.nbytes for t in tensors], PACK, over=True)
+    return plan_groups(
+        [(tensor.dtype, tensor.device) for tensor in tensors], [t.nbytes for t in tensors], PACK, over=True
+    )

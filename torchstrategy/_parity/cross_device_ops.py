@@ -20,7 +20,8 @@ from torchstrategy._base.errors import as_int, plural, require_type
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._base.types import Device, DeviceLike, Tree
 from torchstrategy._group.reductions import as_tensor, check_addable
-from torchstrategy._group.transfer import Column, added, bucketed, nccl_sums, sums, times, why_not_nccl
+from torchstrategy._group.transfer import Column, exchange_in_buckets, sum_by_nccl, sum_each_on, sum_on, why_not_nccl
+from torchstrategy._group.weighing import scale
 from torchstrategy._parity.options import USUAL_OPTIONS, CommunicationOptions, as_options, check_usable
 
 # A device, a tensor on the device that is meant, or a distributed value: the device of each of its components.
@@ -63,17 +64,17 @@ def devices_of_each(pairs: Sequence[Pair]) -> list[list[Device]]:
     return [devices[id(where)] for _, where in pairs]
 
 
-def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:
+def deliver(value: torch.Tensor, destinations: Destinations) -> Tree:
     """`value` on its destinations: a tensor, or a mirrored value if there are several. It may return `value` itself."""
-    return as_meant(copied_to(value, devices_of(destinations)), destinations)
+    return wrap_copies(copy_to_each(value, devices_of(destinations)), destinations)
 
 
-def copied_to(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
+def copy_to_each(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
     """`value` on each of several devices; on the first, `value` itself if it is there. Nobody else may write on it."""
     return [value.to(device, copy=i > 0) for i, device in enumerate(devices)]
 
 
-def as_meant(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
+def wrap_copies(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
     """Equal tensors, one on each device of the destinations, as one value."""
     if not isinstance(destinations, DistributedValues) or len(destinations._components) == 1:
         return copies[0]
@@ -141,10 +142,10 @@ class CrossDeviceOps:
                 dtype, or an option asks for what cannot be done.
             NotImplementedError: If the class does not say how.
         """
-        checked, options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
+        checked, options = self._check("reduce", reduce_op, [(per_replica_value, destinations)], options)
         ((value, where),) = checked
-        if _is_there(value, where):
-            return _delivered(value, where)
+        if _is_delivered(value, where):
+            return _deliver_first(value, where)
         return self.reduce_implementation(reduce_op, value, where, options)
 
     def batch_reduce(
@@ -170,9 +171,9 @@ class CrossDeviceOps:
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(f"batch_reduce takes (value, destinations) pairs; got {pair!r}.")
-        checked, options = self._checked("batch_reduce", reduce_op, pairs, options)
-        if all(_is_there(value, where) for value, where in checked):
-            return [_delivered(value, where) for value, where in checked]
+        checked, options = self._check("batch_reduce", reduce_op, pairs, options)
+        if all(_is_delivered(value, where) for value, where in checked):
+            return [_deliver_first(value, where) for value, where in checked]
         return self.batch_reduce_implementation(reduce_op, checked, options)
 
     def broadcast(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
@@ -238,7 +239,7 @@ class CrossDeviceOps:
             tensor: The tensor that is copied.
             destinations: The destinations of the copies.
         """
-        return delivered(tensor.clone(), destinations)
+        return deliver(tensor.clone(), destinations)
 
     def _check_devices(self, devices: Sequence[Device]) -> None:
         """Raises an error if this class cannot all-reduce among these devices. It needs no values yet.
@@ -255,6 +256,8 @@ class CrossDeviceOps:
     ) -> list[list[torch.Tensor | None]]:
         """The weighted sums of the replicas' tensors, for each replica; the sums are equal to the last bit.
 
+        See Note [Where a gradient is weighed] in `_group/weighing`.
+
         Args:
             by_replica: A list for each replica with its tensors, such as gradients; None where it has no tensor.
             weights: The weight of each replica. The tensors of weight 0 are dropped, also if they are NaN.
@@ -263,13 +266,18 @@ class CrossDeviceOps:
         Returns:
             A sum for each of the destinations, or None where no replica has a tensor.
         """
-        weighted = [times(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
+        weighted = [scale(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
+        # A column has what the replicas have of one tensor. One that is empty has no sum.
         columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
         places = [PerReplica(column) for column in zip(*destinations, strict=True)]
         pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
         totals = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, USUAL_OPTIONS))
-        everywhere = [self._for_each(next(totals), len(destinations)) if column else None for column in columns]
-        return [[None if totals is None else totals[r] for totals in everywhere] for r in range(len(destinations))]
+        sums_of_replicas: list[list[torch.Tensor | None]] = [[] for _ in destinations]
+        for column in columns:
+            sums = self._for_each(next(totals), len(destinations)) if column else [None] * len(destinations)
+            for sums_of_replica, one in zip(sums_of_replicas, sums, strict=True):
+                sums_of_replica.append(one)
+        return sums_of_replicas
 
     def _for_each(self, total: Tree, replicas: int) -> Sequence[torch.Tensor]:
         found = local_results(total, replicas)
@@ -280,7 +288,7 @@ class CrossDeviceOps:
             )
         return found
 
-    def _checked(
+    def _check(
         self, method: str, reduce_op: object, pairs: Sequence[_Given], options: CommunicationOptions | None
     ) -> tuple[list[Pair], CommunicationOptions]:
         if not isinstance(reduce_op, ReduceOp):
@@ -304,11 +312,11 @@ def _of_tensors(value: object) -> DistributedValues:
     return PerReplica([as_tensor(component) for component in value.values])
 
 
-def _delivered(value: DistributedValues, destinations: Destinations) -> Tree:
-    return delivered(value.values[0].clone(), destinations)
+def _deliver_first(value: DistributedValues, destinations: Destinations) -> Tree:
+    return deliver(value.values[0].clone(), destinations)
 
 
-def _is_there(value: DistributedValues, destinations: Destinations) -> bool:
+def _is_delivered(value: DistributedValues, destinations: Destinations) -> bool:
     """Whether a value is one tensor that is already on its destination."""
     return len(value.values) == 1 and devices_of(value) == devices_of(destinations)
 
@@ -330,8 +338,12 @@ class _ByRoutes(CrossDeviceOps):
         results = []
         for index, (_, destinations) in enumerate(value_destination_pairs):
             count = len(columns[index]) if reduce_op is ReduceOp.MEAN else 1
-            copies = [total / count if count > 1 else total for total in totals[index]]  # one value keeps its dtype
-            results.append(as_meant(copies if len(copies) > 1 else copied_to(copies[0], places[index]), destinations))
+            copies = totals[index]
+            if count > 1:  # one value keeps its dtype
+                copies = [total / count for total in copies]
+            if len(copies) == 1:
+                copies = copy_to_each(copies[0], places[index])
+            results.append(wrap_copies(copies, destinations))
         return results
 
     @abstractmethod
@@ -343,8 +355,8 @@ class _ByRoutes(CrossDeviceOps):
         for column in columns:
             check_addable(column)
         if not limit:
-            return [[total] for total in sums(columns, route)]
-        return bucketed(columns, limit, lambda column: [added(column, route)])
+            return [[total] for total in sum_each_on(columns, route)]
+        return exchange_in_buckets(columns, limit, lambda column: [sum_on(column, route)])
 
 
 AccumulationFn = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -396,7 +408,8 @@ class ReductionToOneDevice(_ByRoutes):
             tensors = [tensor.to(route) for tensor in column]
             total = self._accumulation_fn(list(tensors))
             require_type(total, torch.Tensor, "accumulation_fn has to return a tensor")
-            totals.append([total.clone() if any(total is tensor for tensor in tensors) else total])
+            is_given = any(total is tensor for tensor in tensors)
+            totals.append([total.clone() if is_given else total])
         return totals
 
 
@@ -422,7 +435,8 @@ class _AllReduce(_ByRoutes):
         options: CommunicationOptions,
     ) -> Tree:
         """Does what `reduce` is called for. A single value that goes to host memory is reduced on one device."""
-        ops = ON_ONE_DEVICE if any(device.type == "cpu" for device in devices_of(destinations)) else self
+        goes_to_host = any(device.type == "cpu" for device in devices_of(destinations))
+        ops = ON_ONE_DEVICE if goes_to_host else self
         return ops.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def _route(self, tensors: Column, devices: list[Device]) -> _Route:
@@ -440,7 +454,7 @@ class _AllReduce(_ByRoutes):
         self._check_devices(route)
         turns, in_packs = itertools.count(), self._num_packs > 0 and not limit
         most, count = (math.inf, self._num_packs) if in_packs else (limit, 1)
-        return bucketed(columns, most, lambda bucket: self._sums(bucket, next(turns)), count)
+        return exchange_in_buckets(columns, most, lambda bucket: self._sums(bucket, next(turns)), count)
 
     @abstractmethod
     def _sums(self, tensors: Column, turn: int) -> Column:
@@ -478,7 +492,7 @@ class NcclAllReduce(_AllReduce):
             raise ValueError(f"NcclAllReduce fails here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice.")
 
     def _sums(self, tensors: Column, turn: int) -> Column:
-        return nccl_sums(tensors)
+        return sum_by_nccl(tensors)
 
 
 @final
@@ -517,9 +531,9 @@ class HierarchicalCopyAllReduce(_AllReduce):
         middle = (len(tensors) + 1) // 2
         groups = range(middle), range(middle, len(tensors))
         led = {group[turn % len(group)]: group for group in groups}  # by the leader, on whose device a group adds up
-        parts = [added([tensors[i] for i in group], tensors[leader].device) for leader, group in led.items()]
+        parts = [sum_on([tensors[i] for i in group], tensors[leader].device) for leader, group in led.items()]
         first = list(led)[turn % 2]
-        total = added(parts, tensors[first].device)
+        total = sum_on(parts, tensors[first].device)
         sums: dict[int, torch.Tensor] = {}
         for leader, group in led.items():
             sums[leader] = total if leader == first else total.to(tensors[leader].device, copy=True)

@@ -1,7 +1,8 @@
 """How much each replica of a run counts, where the user gave a function that says so.
 
 `RunOptions(examples=...)` and the constructors take such a function. It is called for each replica that has rows, on
-the thread that called `run`, before anything of a step runs, and before workers tell each other anything.
+the thread that called `run`, before anything of a step runs, and before workers tell each other anything. What becomes
+of its answers is told in Note [Where a gradient is weighed] in `_group/weighing`.
 """
 
 from __future__ import annotations

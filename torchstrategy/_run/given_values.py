@@ -9,7 +9,7 @@ import torch
 from torchstrategy._base.distributed_values import DistributedValues, PerReplica
 from torchstrategy._base.types import Tree
 from torchstrategy._group.reductions import check_gatherable
-from torchstrategy._parity.cross_device_ops import delivered, devices_of
+from torchstrategy._parity.cross_device_ops import deliver, devices_of
 
 
 def refuse_step(fn: object) -> NoReturn:
@@ -30,17 +30,17 @@ def holds_tensors(value: Tree) -> bool:
     return type(value) is PerReplica and all(isinstance(component, torch.Tensor) for component in value.values)
 
 
-def gathered_alone(value: Tree, axis: int) -> Tree:
+def gather_alone(value: Tree, axis: int) -> Tree:
     """What a single replica gathers: its own value."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         check_gatherable([value], axis)  # code that is written with one device should not break on two
     return value
 
 
-def sent(value: Tree, destinations: Any) -> Tree:
+def send_to(value: Tree, destinations: Any) -> Tree:
     """A value at its destinations: a tensor on a device, or a copy for each component of a distributed value."""
     if not isinstance(value, torch.Tensor):
         devices_of(destinations)  # raises an error for what is none
         return value
     # The copies are the caller's, who may write on them.
-    return delivered(value.clone() if isinstance(destinations, DistributedValues) else value, destinations)
+    return deliver(value.clone() if isinstance(destinations, DistributedValues) else value, destinations)

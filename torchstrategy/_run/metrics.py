@@ -78,12 +78,13 @@ class Metric:
             local = self.local[r]
             local["_computed"] = None
             if original["dist_sync_fn"] is None and len(present) * self.workers.count > 1:
-                local["dist_sync_fn"], local["distributed_available_fn"] = _gathered, is_in_replica
+                local["dist_sync_fn"], local["distributed_available_fn"] = _gather, is_in_replica
             for name in states_of(original):
                 # States that are means are averaged over the replicas, so all replicas go on from the user's.
                 goes_on = (leads and r == present[0]) or _kind(original, name) == _MEAN
-                state = _on(self.devices[r], original[name] if goes_on else original["_defaults"][name], copy=True)
-                local[name], self._given[r, name] = state, _noted(state)
+                begun = original[name] if goes_on else original["_defaults"][name]
+                state = _bring_to(self.devices[r], begun, copy=True)
+                local[name], self._given[r, name] = state, _note_state(state)
 
     def put_together(self, replica_weights: ReplicaWeights) -> None:
         """After a run: computes the states with the counts of the replicas of all processes, for `write_back`.
@@ -93,7 +94,7 @@ class Metric:
         """
         fractions = [(r, replica_weights.fractions[r]) for r in replica_weights.present]
         names = dict.fromkeys(name for _, name in self._given)
-        own = {name: [self._counted(name, r, fraction) for r, fraction in fractions] for name in names}
+        own = {name: [self._count_of(name, r, fraction) for r, fraction in fractions] for name in names}
         here = {} if replica_weights.is_understudy else own  # an understudy has counted nothing
         touched = [name for name, counted in here.items() if any(one.is_touched for one in counted)]
         point = f"the states of {self.name}"
@@ -112,7 +113,7 @@ class Metric:
                 device = self._device_of(name)
                 there = together.setdefault(name, [])
                 for value, is_touched, fraction in counted:
-                    there.append(_Counted(_on(device, value), is_touched, fraction))
+                    there.append(_Counted(_bring_to(device, value), is_touched, fraction))
         return together
 
     def _device_of(self, name: str) -> Any:
@@ -120,10 +121,11 @@ class Metric:
         default = self.original["_defaults"][name]
         return default.device if isinstance(default, torch.Tensor) else self.original["_device"]
 
-    def _counted(self, name: str, r: int, fraction: float) -> _Counted:
+    def _count_of(self, name: str, r: int, fraction: float) -> _Counted:
         """What one replica has counted, on the device of the user's metric."""
         state = self.local[r][name]
-        return _Counted(_on(self._device_of(name), state), not are_same(self._given[r, name], _noted(state)), fraction)
+        is_touched = not are_same(self._given[r, name], _note_state(state))
+        return _Counted(_bring_to(self._device_of(name), state), is_touched, fraction)
 
     def write_back(self) -> None:
         """Writes the states on the user's metric."""
@@ -149,11 +151,14 @@ class Metric:
             return values[0]
         if all(isinstance(value, list) for value in values):
             return [item for value in values for item in value]
-        # All replicas went on from the same state, so the means are weighted by the rows of each.
+        # All replicas went on from the same state, so the means are weighted by the rows of each. See Note [Where a
+        # gradient is weighed] in `_group/weighing`.
         if kind == _MEAN:
             return torch.stack([one.value * one.fraction for one in counted if one.fraction]).sum(0)
         if kind == "dim_zero_cat":
-            return torch.cat([value if isinstance(value, torch.Tensor) else torch.cat(value) for value in values])
+            # A state may be a list of tensors in one replica, and their concatenation in another.
+            tensors = [value if isinstance(value, torch.Tensor) else torch.cat(value) for value in values]
+            return torch.cat(tensors)
         reduction = self.original["_reductions"][name]
         if reduction is None:
             raise RuntimeError(
@@ -187,9 +192,13 @@ def metrics_of(
         copies: Of each replica, its device and the `__dict__`s of its copies, in the same order.
         workers: The processes that train together.
     """
-    found = [i for i, inside in enumerate(insides) if is_metric(inside) or _is_collection(inside)]
     devices = [device for device, _ in copies]
-    return [Metric(insides[i], names[i], [of_one[i] for _, of_one in copies], devices, workers) for i in found]
+    found = []
+    for i, inside in enumerate(insides):
+        if is_metric(inside) or _is_collection(inside):
+            local = [of_replica[i] for _, of_replica in copies]
+            found.append(Metric(inside, names[i], local, devices, workers))
+    return found
 
 
 def metrics_among(modules: Sequence[nn.Module], devices: Sequence[torch.device], workers: Workers) -> list[Metric]:
@@ -203,7 +212,7 @@ def states_of(inside: Inside) -> list[str]:
     return [name for name in inside["_defaults"] if name in inside] if is_metric(inside) else []
 
 
-def _gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
+def _gather(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     """Gathers a tensor of each replica. A metric calls this when it is computed in a replica."""
     group = group_here("compute() of a metric")
     assert group is not None, "outside of replicas a metric has counted everything"
@@ -212,7 +221,7 @@ def _gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     def together(brought: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         here = list(brought)
         if group.workers.count > 1:
-            counted = [] if group.run.is_understudy else [one.cpu() for one in here]
+            counted = [] if group.participants.is_understudy else [one.cpu() for one in here]
             here = [one for of_worker in group.workers.all_gather_object(counted, point) for one in of_worker]
         return [here] * len(brought)
 
@@ -232,12 +241,12 @@ def _kind(original: Inside, name: str) -> str:
 _MEAN = "dim_zero_mean"
 
 
-def _noted(state: Any) -> list[object]:
+def _note_state(state: Any) -> list[object]:
     """A list that differs, item by item, after the state was written or replaced."""
     return [*state, state] if isinstance(state, list) else [state, version(state)]
 
 
-def _on(device: torch.device, state: Any, copy: bool = False) -> Any:
+def _bring_to(device: torch.device, state: Any, copy: bool = False) -> Any:
     if isinstance(state, list):
         return [item.to(device) if isinstance(item, torch.Tensor) else item for item in state]
     return state.detach().to(device, copy=copy)

@@ -131,12 +131,12 @@ def _owner_of(thing: nn.Module | torch.Tensor, is_anywhere: bool = False) -> Sto
         return None if known is None else known()
 
     def found(holders: Iterable[tuple[Any, weakref.ref[Storage]]]) -> Storage | None:
-        owners = (
-            owner()
-            for holder, owner in holders
-            if isinstance(holder, nn.Module) and any(part is thing for part in holder._parameters.values())
-        )
-        return next(filter(None, owners), None)
+        for holder, owner in holders:
+            if isinstance(holder, nn.Module) and any(part is thing for part in holder._parameters.values()):
+                storage = owner()
+                if storage is not None:
+                    return storage
+        return None
 
     told = found((held(), owner) for held, owner in _holders.get(id(thing), []))
     return found(list(_owners.items())) if told is None and is_anywhere else told

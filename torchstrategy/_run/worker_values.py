@@ -37,15 +37,19 @@ def take_from_first_worker(
     Raises:
         RuntimeError: If a worker has other modules or variables than worker 0, naming the first that differs.
     """
-    named = [
-        (f"{type(root).__name__}.{name}", tensor)
-        for root in roots
-        for name, tensor in root.state_dict(keep_vars=True).items()
-    ]
-    # After the first run, a replica's own value of a variable is its own in each worker, too.
-    named += [(v.name, t) for v in variables for t in (v._take_as_made() if isinstance(v, SyncOnReadVariable) else [v])]
-    known = [(name, t) for name, t in named if isinstance(t, torch.Tensor) and not isinstance(t, SyncOnReadVariable)]
-    tensors = {id(t): (name, t) for name, t in known}.values()
+    named: list[tuple[str, Any]] = []
+    for root in roots:
+        for name, tensor in root.state_dict(keep_vars=True).items():
+            named.append((f"{type(root).__name__}.{name}", tensor))
+    for variable in variables:
+        # After the first run, a replica's own value of a variable is its own in each worker, too.
+        held = variable._take_as_made() if isinstance(variable, SyncOnReadVariable) else [variable]
+        named += [(variable.name, tensor) for tensor in held]
+    known: dict[int, tuple[str, torch.Tensor]] = {}  # each tensor once, by its id
+    for name, tensor in named:
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, SyncOnReadVariable):
+            known[id(tensor)] = name, tensor
+    tensors = known.values()
     states = [generator.get_state() for generator in generators]
     _refuse_other_models(workers, [*(("a random generator", state) for state in states), *tensors])
     # Each worker has a part of its own of a tensor that is sharded.

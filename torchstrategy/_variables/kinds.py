@@ -22,7 +22,7 @@ from torchstrategy._base.options import VariableAggregation, VariableSynchroniza
 from torchstrategy._base.torch_internals import make_parameter, version
 from torchstrategy._base.tree import map_leaves, tree_leaves
 from torchstrategy._base.types import Device, StrategyLike, Tree
-from torchstrategy._group.transfer import added
+from torchstrategy._group.transfer import sum_on
 from torchstrategy._group.workers import LONE, Workers
 from torchstrategy._variables.variable import Variable, Wanted, is_variable, make_data, plain_alias, write
 
@@ -162,7 +162,7 @@ class SyncOnReadVariable(DistributedVariable):
                 first = self._parts[0].clone()
                 self._workers.broadcast([first], 0, point)
                 return first
-            (total,) = self._workers.all_reduce([added(self._parts, self._parts[0].device)], point)
+            (total,) = self._workers.all_reduce([sum_on(self._parts, self._parts[0].device)], point)
             return total / self._num_parts if self.aggregation is VariableAggregation.MEAN else total
 
     @property
@@ -209,7 +209,10 @@ class SyncOnReadVariable(DistributedVariable):
 
 @contextmanager
 def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
-    """A block after which variables have the values of before: what an understudy writes in it does not count."""
+    """A block after which variables have the values of before: what an understudy writes in it does not count.
+
+    See Note [Why a worker without rows runs the step] in `_group/participants`.
+    """
     parts = [part for variable in variables for part in variable._parts]
     values = [part.detach().clone() for part in parts]
     try:
@@ -345,7 +348,7 @@ class VariablesOfExtended:
         components: Sequence[Any] = var._components if isinstance(var, DistributedVariable) else (var,)
         opened = var.updating() if isinstance(var, MirroredVariable) else nullcontext()
         with Frame(self._container_strategy()), opened:
-            return self._called(fn, components, args, kwargs, group)
+            return self._call_for_each(fn, components, args, kwargs, group)
 
     def colocate_vars_with(self, colocate_with_variable: torch.Tensor) -> AbstractContextManager[None]:
         """A block in which variables are created on the devices of another one; in a strategy, all of them are there.
@@ -429,7 +432,7 @@ class VariablesOfExtended:
     def _missing(self, name: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} does not bring {name}, which this needs: define it there.")
 
-    def _called(
+    def _call_for_each(
         self, fn: Callable[..., Tree], places: Sequence[Any], args: Sequence[Tree], kwargs: Any, group: bool
     ) -> Tree:
         """What `fn` returns for each of several places, each with its components of the arguments, put together."""

@@ -195,11 +195,11 @@ class Variable(ShowsLocalGrad, VariableBase):
         return format(self.detach(), format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        memo[id(self)] = copied = self._copied(copy.deepcopy(vars(self), memo))
+        memo[id(self)] = copied = self._make_copy(copy.deepcopy(vars(self), memo))
         return copied
 
     def __copy__(self) -> Variable:
-        return self._copied(dict(vars(self)))
+        return self._make_copy(dict(vars(self)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _created_again, (self._as_it_is(), dict(vars(self)))
@@ -232,7 +232,7 @@ class Variable(ShowsLocalGrad, VariableBase):
         if any(map(_has_a_say, types)):
             result = func(*_without_variables(args), **_without_variables(kwargs))
         else:
-            result = _plainly(func, (), args, kwargs)
+            result = _call_plainly(func, (), args, kwargs)
         for variable, tensor, before in watched:
             if version(tensor) != before:
                 variable._was_written(tensor)
@@ -244,7 +244,7 @@ class Variable(ShowsLocalGrad, VariableBase):
         local: torch.Tensor = local_object(self)
         if local is self and (context := self._replica()) is not None:
             # It was created in this run, and has no copies yet. Gradients flow back to the variable.
-            there: torch.Tensor = _plainly(torch.Tensor.to, (), (self, memory_device(context.devices[0])), {})
+            there: torch.Tensor = _call_plainly(torch.Tensor.to, (), (self, memory_device(context.devices[0])), {})
             return there
         return local
 
@@ -268,7 +268,7 @@ class Variable(ShowsLocalGrad, VariableBase):
 
     def _take_memory(self, value: torch.Tensor) -> None:
         """Gives the variable other memory, which may have another dtype, as `module.double()` does."""
-        _plainly(set_plain_data, (), (self, value), {})
+        _call_plainly(set_plain_data, (), (self, value), {})
 
     def _was_written(self, stand_in: torch.Tensor) -> None:
         """Called when an operation has written on the tensor that took the place of the variable."""
@@ -287,7 +287,7 @@ class Variable(ShowsLocalGrad, VariableBase):
         if strategy is not None and strategy.num_replicas_in_sync > 1:
             require_cross_replica(strategy, f"Variable.{what}")
 
-    def _copied(self, attributes: dict[str, Any]) -> Variable:
+    def _make_copy(self, attributes: dict[str, Any]) -> Variable:
         """A copy of this kind, which belongs to the same strategy, wherever it is made.
 
         In a replica of this strategy it is one for all replicas, as one that is created there is.
@@ -300,7 +300,7 @@ class Variable(ShowsLocalGrad, VariableBase):
         """
         context = self._replica()
         if context is not None and context.num_replicas_in_sync > 1:
-            made: Variable = context.merge_call(_copied_for_all, args=(self, _Given(attributes)))
+            made: Variable = context.merge_call(_copy_for_all, args=(self, _Given(attributes)))
             return made
         if context is None:
             self._require_here("__deepcopy__")
@@ -328,7 +328,7 @@ hide_from_compiler(Variable.__torch_function__.__func__)  # type: ignore[attr-de
 _DATA: Any = torch.Tensor.data
 plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
 set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
-_plainly: Callable[[Callable[..., Any], tuple[()], Any, Mapping[str, Any]], Any] = nn.Parameter.__torch_function__
+_call_plainly: Callable[[Callable[..., Any], tuple[()], Any, Mapping[str, Any]], Any] = nn.Parameter.__torch_function__
 
 
 def is_variable(thing: object) -> bool:
@@ -359,14 +359,14 @@ def _without_variables(value: Any) -> Any:
     """The arguments for the `__torch_function__` of another class: without variables, which it may not know."""
 
     def plain(leaf: Any) -> Any:
-        return _plainly(torch.Tensor.view_as, (), (leaf, leaf), {}) if is_variable(leaf) else leaf
+        return _call_plainly(torch.Tensor.view_as, (), (leaf, leaf), {}) if is_variable(leaf) else leaf
 
     return map_leaves(plain, value)
 
 
 def plain_alias(variable: Variable) -> torch.Tensor:
     """A plain tensor that shares the memory of a variable."""
-    alias: torch.Tensor = _plainly(torch.Tensor.detach, (), (variable,), {})
+    alias: torch.Tensor = _call_plainly(torch.Tensor.detach, (), (variable,), {})
     return alias
 
 
@@ -394,7 +394,7 @@ def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value
         if not torch.can_cast(given.dtype, memory.dtype):
             raise ValueError(f"{variable.name} holds {memory.dtype}: {given.dtype} cannot be converted without loss.")
         with _writing:
-            _plainly(operation, (), (memory, given.to(memory.device, memory.dtype)), {})
+            _call_plainly(operation, (), (memory, given.to(memory.device, memory.dtype)), {})
 
 
 @final
@@ -451,10 +451,10 @@ def create(wanted: Wanted) -> Variable:
     """Creates a variable for the strategy of the caller; in a replica, together with the other replicas."""
     frame = current_frame()
     if frame is None or is_default(frame.strategy):
-        return _made(wanted, None)
+        return _make(wanted, None)
     if frame.replica_context is None or frame.strategy.num_replicas_in_sync == 1:
-        return _made(wanted, frame.strategy)
-    made: Variable = frame.replica_context.merge_call(_made_for_all, args=(wanted,))
+        return _make(wanted, frame.strategy)
+    made: Variable = frame.replica_context.merge_call(_make_for_all, args=(wanted,))
     return made
 
 
@@ -473,7 +473,7 @@ class _Given:
     attributes: dict[str, Any]
 
 
-def _copied_for_all(strategy: StrategyLike, brought: Tree, given: Tree) -> Variable:
+def _copy_for_all(strategy: StrategyLike, brought: Tree, given: Tree) -> Variable:
     variable, *others = brought.values if type(brought) is PerReplica else (brought,)
     if any(other is not variable for other in others):
         raise RuntimeError(
@@ -481,11 +481,11 @@ def _copied_for_all(strategy: StrategyLike, brought: Tree, given: Tree) -> Varia
             "every replica copies the same variables in the same order."
         )
     first: _Given = given.values[0] if isinstance(given, DistributedValues) else given
-    copied: Variable = variable._copied(first.attributes)
+    copied: Variable = variable._make_copy(first.attributes)
     return copied
 
 
-def _made(wanted: Wanted, strategy: StrategyLike | None) -> Variable:
+def _make(wanted: Wanted, strategy: StrategyLike | None) -> Variable:
     with undisturbed():
         value = wanted.value()
         is_trained = wanted.is_trained(value.dtype)
@@ -500,7 +500,7 @@ def _made(wanted: Wanted, strategy: StrategyLike | None) -> Variable:
     return variable
 
 
-def _made_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
+def _make_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
     wishes: list[Wanted] = list(brought.values) if isinstance(brought, DistributedValues) else [brought]
     for other in wishes[1:]:
         if other != wishes[0]:
@@ -508,12 +508,14 @@ def _made_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
                 "A variable that a replica creates is one for all; these created different ones: mismatching name or "
                 f"settings {wishes[0]} and {other}. Create the same ones in the same order, or before strategy.run."
             )
-    return _made(wishes[0], strategy)
+    return _make(wishes[0], strategy)
 
 
 def _assign_together(strategy: StrategyLike, what: tuple[Tree, Tree], value: Tree) -> None:
-    of_all = (brought.values if type(brought) is PerReplica else (brought,) for brought in what)
-    (variable, *others), (operation, *ways) = of_all
+    brought_variable, brought_operation = what
+    # In each, what all replicas have brought: one object, if all have brought the same.
+    variable, *others = brought_variable.values if type(brought_variable) is PerReplica else (brought_variable,)
+    operation, *ways = brought_operation.values if type(brought_operation) is PerReplica else (brought_operation,)
     if any(other is not variable for other in others) or any(way is not operation for way in ways):
         raise RuntimeError(
             f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one. Every "

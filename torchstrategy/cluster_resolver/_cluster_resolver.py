@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torchstrategy._base.devices import local_accelerators
 from torchstrategy._base.errors import an, plural, require_type
-from torchstrategy.cluster_resolver._slurm_lists import expand_counts, expand_nodes, shortened
+from torchstrategy.cluster_resolver._slurm_lists import expand_counts, expand_nodes, shorten
 
 
 @final
@@ -95,10 +95,11 @@ class ClusterSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """The tasks of each job: a list where all are known, and else a dict, as a `ClusterSpec` is made of."""
-        return {
-            job: list(tasks.values()) if tasks and len(tasks) == max(tasks) + 1 else dict(tasks)
-            for job, tasks in self._tasks.items()
-        }
+        spec: dict[str, Any] = {}
+        for job, tasks in self._tasks.items():
+            has_all_numbers = bool(tasks) and len(tasks) == max(tasks) + 1  # from 0 on, and no other
+            spec[job] = list(tasks.values()) if has_all_numbers else dict(tasks)
+        return spec
 
     def __bool__(self) -> bool:
         return bool(self._tasks)
@@ -450,7 +451,7 @@ def _number(*names: str) -> int:
     """The number that the first of these environment variables says that is set."""
     name, value = _variable(*names)
     if re.fullmatch(r"\d{1,9}", value.strip()) is None:
-        raise ValueError(f"{name}={shortened(value)} is no number of tasks: Slurm sets it to one such as '4'.")
+        raise ValueError(f"{name}={shorten(value)} is no number of tasks: Slurm sets it to one such as '4'.")
     return int(value)
 
 
@@ -521,9 +522,11 @@ class UnionResolver(ClusterResolver):
         Raises:
             KeyError: If a job has one task twice, where they go by their indices.
         """
-        clusters = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
-        jobs = dict.fromkeys(job for cluster in clusters for job in cluster)
-        return ClusterSpec({job: _united(job, [c[job] for c in clusters if job in c]) for job in jobs})
+        of_jobs: dict[str, list[Any]] = {}  # by job, its tasks in each cluster that has it
+        for resolver in self._resolvers:
+            for job, tasks in resolver.cluster_spec().as_dict().items():
+                of_jobs.setdefault(job, []).append(tasks)
+        return ClusterSpec({job: _unite(job, parts) for job, parts in of_jobs.items()})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """What the first says; or, if both `task_type` and `task_id` are given, the address of that task.
@@ -552,11 +555,13 @@ class UnionResolver(ClusterResolver):
         return _Task(first.task_type, first.task_id, first.rpc_layer)
 
 
-def _united(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+def _unite(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
     """The tasks of one job."""
     if all(isinstance(part, list) for part in parts):
         return [address for part in parts for address in part]  # type: ignore[misc]  # they are lists
-    tasks = [task for part in parts for task in (enumerate(part) if isinstance(part, list) else part.items())]
+    tasks: list[tuple[int, str]] = []
+    for part in parts:
+        tasks += enumerate(part) if isinstance(part, list) else part.items()
     counts = Counter(index for index, _ in tasks)
     if twice := sorted(index for index in counts if counts[index] > 1):
         raise KeyError(f"The clusters to unite both have a task {twice[0]} of the job {job!r}.")

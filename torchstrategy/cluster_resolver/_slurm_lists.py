@@ -18,7 +18,7 @@ def expand_counts(name: str, text: str) -> list[int]:
     """
     parts = [re.fullmatch(r"(\d{1,9})(?:\(x(\d+)\))?", part.strip()) for part in text.split(",")]
     if None in parts:
-        raise ValueError(f"{name}={shortened(text)} is no list of numbers such as '2(x3),1'.")
+        raise ValueError(f"{name}={shorten(text)} is no list of numbers such as '2(x3),1'.")
     repeated = [(part[1], part[2] or "1") for part in parts if part]
     _check_count(sum(_size("1", times) for _, times in repeated), name, text)
     return [int(tasks) for tasks, times in repeated for _ in range(int(times))]
@@ -49,7 +49,7 @@ def expand_nodes(name: str, nodes: str) -> list[str]:
 def _check_count(count: int, name: str, text: str) -> None:
     if count > _MOST:
         raise ValueError(
-            f"{name}={shortened(text)} lists more than {_MOST:,} nodes, which no cluster of Slurm has. Look at what "
+            f"{name}={shorten(text)} lists more than {_MOST:,} nodes, which no cluster of Slurm has. Look at what "
             "sets this variable, or leave the SlurmClusterResolver out."
         )
 
@@ -79,6 +79,6 @@ def _numbers(ranges: list[tuple[str, str]]) -> list[str]:
     return numbers
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """A value for a message, in which no more than its beginning is read."""
     return repr(text) if len(text) <= 80 else f"{text[:80]!r}..."

@@ -71,7 +71,8 @@ def compute_average_loss(
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/nn/compute_average_loss
     """
-    # The replica's gradient is going to be multiplied by `group.weight`, so the sum is divided by that, too.
+    # The replica's gradient is going to be multiplied by `group.weight`, so the sum is divided by that, too: see Note
+    # [Where a gradient is weighed] in `_group/weighing`.
     loss = _losses(per_example_loss)
     weight = None if sample_weight is None else _weights(sample_weight, loss)
     given = None if global_batch_size is None else _count(global_batch_size)
@@ -80,7 +81,7 @@ def compute_average_loss(
         counted = weight.expand(loss.shape[0], *weight.shape[1:]).sum()
     else:  # how much the rows of this replica count together
         counted = loss.new_full((), loss.shape[0] if given is None else given)
-    if given is None and group.run.num_present > 1:
+    if given is None and group.participants.count > 1:
         # The rows of a replica whose gradient is dropped do not count.
         counted = counted if group.weight else torch.zeros_like(counted)
         (counted,) = group.all_reduce([counted], name="compute_average_loss")
@@ -124,7 +125,7 @@ def scale_regularization_loss(regularization_loss: torch.Tensor | float) -> torc
     if not isinstance(regularization_loss, (int, float, torch.Tensor)) or _is_complex(regularization_loss):
         raise TypeError(f"A regularization loss is a tensor of real numbers or a number; got {regularization_loss!r}.")
     group = _group("scale_regularization_loss")
-    return torch.as_tensor(regularization_loss).sum() / group.run.total_weight
+    return torch.as_tensor(regularization_loss).sum() / group.participants.total_weight
 
 
 # A compiler would break its graph at the look-up of the replica and at the synchronization point, and make a graph of

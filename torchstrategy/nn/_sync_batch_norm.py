@@ -83,8 +83,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalises a batch, of which each replica has some rows."""
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         group = group_here("SyncBatchNorm") if uses_batch else None
-        if group is not None and group.run.num_present > 1:
-            return self._synchronised(input, group)
+        if group is not None and group.participants.count > 1:
+            return self._synchronise(input, group)
         return nn.BatchNorm1d.forward(self, input)
 
     @classmethod
@@ -136,7 +136,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                     parent.register_module(name, news[id(child)])
         return news.get(id(module), module)
 
-    def _synchronised(self, input: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
+    def _synchronise(self, input: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         if input.shape[1] != self.num_features:
@@ -150,7 +150,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         # depend on the point that is chosen, so no gradient has to flow through the choice.
         count = input.numel() // self.num_features
         point = values.detach().sum(dims) / max(count, 1)
-        centred = values - _along(point, input)
+        centred = values - _view_by_channel(point, input)
         brought = torch.stack([torch.full_like(point, count), point, centred.sum(dims), centred.square().sum(dims)])
         if not group.weight:
             # Zeros, whatever is there, but with the graph of it: without, `backward(inputs=...)` would not come to the
@@ -158,7 +158,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             # saves nothing of it: the user's hooks for saved tensors may be made for floating-point numbers only.
             brought = torch.zeros_like(brought) + brought[:0].sum()
         gathered = group.all_gather([brought.unsqueeze(0)], axis=0, name="SyncBatchNorm")[0]
-        total, reference, offset, variance = _combined(gathered)
+        total, reference, offset, variance = _combine(gathered)
         # The total is on the device, and to read it is to wait for the device. A replica with two values knows without
         # that there are enough.
         known = int(total[0]) if count <= 1 else count
@@ -175,7 +175,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         shift = (point - reference - offset) * scale
         if self.bias is not None:
             shift = shift + self.bias
-        return torch.addcmul(_along(shift, input), centred, _along(scale, input)).to(input.dtype)
+        return torch.addcmul(_view_by_channel(shift, input), centred, _view_by_channel(scale, input)).to(input.dtype)
 
     @torch.no_grad()
     def _track(self, has_values: bool, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -195,7 +195,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 hide_from_compiler(SyncBatchNorm.forward)
 
 
-def _combined(gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _combine(gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """How many values all replicas have of each channel, a reference point, the mean relative to it, and the variance.
 
     Args:
@@ -212,7 +212,7 @@ def _combined(gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return total, reference, offset, variance
 
 
-def _along(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _view_by_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor with one value for each channel, in a shape that is broadcast over an input."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 

@@ -58,7 +58,7 @@ def assert_replicas_agree(strategy: StrategyBase, *things: nn.Module | Optimizer
         assert group is not None
         # Not a merge_call, before which the strategy makes checks of its own and settles gradients.
         group.replica.synchronize(
-            "assert_replicas_agree", lambda brought: _compared(group.run.present, brought), _taken()
+            "assert_replicas_agree", lambda brought: _compared(group.participants.present, brought), _taken()
         )
 
     def _taken() -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from torchstrategy._base.context import current_frame
 from torchstrategy._base.errors import an
-from torchstrategy._group.instruments import Instrument, Turns, reached
+from torchstrategy._group.instruments import Instrument, Turns, tell_reached
 from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.testing._instruments import in_force, is_in_force
 from torchstrategy.testing._ranks.orders import Drawn, seed_of, with_a_seed
@@ -93,7 +93,7 @@ class Lockstep(Instrument):
         frame = current_frame()
         context = None if frame is None else frame.replica_context
         if isinstance(context, ReplicaContext) and context._group is not None and is_in_force(self):
-            reached(context.replica_id_in_sync_group, name)
+            tell_reached(context.replica_id_in_sync_group, name)
             context._group.replica.pause()
 
     def __enter__(self) -> Self:

@@ -47,7 +47,7 @@ from topologies import central, compute_devices
 from torchstrategy import InputOptions, register_batch_type
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.streams import memory_of
-from torchstrategy._data.steps import in_proportion
+from torchstrategy._data.steps import split_in_proportion
 
 STRATEGIES = {replicas: central(replicas) for replicas in range(1, 4)}
 ONE_DEVICE = torchstrategy.OneDeviceStrategy(compute_devices(1)[0])
@@ -66,7 +66,8 @@ def type_of_pieces(whole: Any) -> type:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_dealt_by_rows_arrives_in_the_steps_and_stays_as_it_was(kind: str) -> None:
+def test_every_kind_is_dealt_by_rows(kind: str) -> None:
+    """It arrives in the steps, and what was given stays as it was."""
     for replicas, rows in [(2, 5), (3, 5), (3, 4), (2, 1)]:
         whole, expected = KINDS[kind](rows), as_rows(KINDS[kind](rows))
         value = dealt(STRATEGIES[replicas], {"x": torch.zeros(rows), "value": whole})["value"]
@@ -217,7 +218,8 @@ def test_a_dict_with_a_default_keeps_it() -> None:
     assert value["other"] == []
 
 
-def test_a_mapping_whose_copy_shares_its_items_is_refused_and_stays_as_it_was() -> None:
+def test_a_mapping_whose_copy_shares_its_items_is_refused() -> None:
+    """It stays as it was."""
     x, store = table(4), Store(note="whole", y=[1, 2, 3, 4])
     store["x"] = x
     for batch in (store, {"held": Frozen(x, store, None)}):
@@ -581,7 +583,7 @@ shares = st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=1, max
 @quickly
 @given(shares, st.integers(0, 10_000))
 def test_each_piece_is_less_than_a_row_away_from_its_share(shares: list[float], rows: int) -> None:
-    slices = in_proportion(shares)(rows)
+    slices = split_in_proportion(shares)(rows)
     assert [row for piece in slices for row in range(piece.start, piece.stop)] == list(range(rows))
     assert all(piece.start <= piece.stop for piece in slices)
     total = sum(map(Fraction, shares))
@@ -594,7 +596,7 @@ def test_each_piece_is_less_than_a_row_away_from_its_share(shares: list[float], 
 @quickly
 @given(st.integers(1, 8), st.integers(0, 1000), st.floats(1e-3, 1e3))
 def test_equal_shares_give_equal_pieces(replicas: int, rows: int, share: float) -> None:
-    sizes = [piece.stop - piece.start for piece in in_proportion([share] * replicas)(rows)]
+    sizes = [piece.stop - piece.start for piece in split_in_proportion([share] * replicas)(rows)]
     assert max(sizes) - min(sizes) == (1 if rows % replicas else 0)
 
 
@@ -675,8 +677,9 @@ class Measured:
         return self.rows.mean()
 
 
-def test_what_a_dataclass_has_computed_of_the_whole_is_computed_again_of_a_piece() -> None:
+def test_a_piece_of_a_dataclass_computes_its_fields_again() -> None:
     # copy.copy takes over what cached_property keeps in the instance: the mean of the whole batch, in every replica.
+    """They were computed of the whole."""
     source = Measured(torch.tensor([1.0, 2.0, 6.0]))
     assert source.mean == 3
     value = dealt(STRATEGIES[2], source)
@@ -714,7 +717,7 @@ GRAPHS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("where", GRAPHS)
-def test_a_type_of_which_there_is_no_empty_batch_is_not_asked_for_one_that_nobody_gets(where: str) -> None:
+def test_no_empty_batch_is_made_that_nobody_gets(where: str) -> None:
     """`take` was called for the pieces of replicas that sit the step out, and failed."""
     wrapped, found = GRAPHS[where]
     strategy, source = STRATEGIES[3], [wrapped(_Graphs(list(torch.ones(rows, 2)))) for rows in (3, 4, 1)]
@@ -737,7 +740,7 @@ def test_a_dataset_function_that_runs_dry_asks_for_no_empty_batch() -> None:
     assert [strategy.experimental_local_results(value) for value in results] == [(1, 1, 1), (1,)]
 
 
-def test_an_empty_batch_that_can_be_made_is_on_the_device_of_its_replica() -> None:
+def test_an_empty_batch_is_on_the_device_of_its_replica() -> None:
     strategy = STRATEGIES[3]
     register_batch_type(
         _Rows,

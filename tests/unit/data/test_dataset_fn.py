@@ -181,9 +181,7 @@ def test_the_function_is_whatever_can_be_called_with_a_context(dataset_fn: Calla
 @pytest.mark.parametrize(
     "dataset_fn", [lambda: elements(1), lambda a, b: elements(1), lambda *, context: elements(1)], ids=["0", "2", "*"]
 )
-def test_a_function_that_does_not_take_a_context_is_refused_before_it_is_called(
-    strategy: Strategy, dataset_fn: Any
-) -> None:
+def test_a_function_without_a_context_is_refused_uncalled(strategy: Strategy, dataset_fn: Any) -> None:
     sentence = r"^dataset_fn is called with one argument, an InputContext, and .* does not take it: .*\. Write `def"
     with pytest.raises(TypeError, match=sentence):
         strategy.distribute_datasets_from_function(dataset_fn)

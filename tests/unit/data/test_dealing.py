@@ -25,7 +25,7 @@ from torchstrategy import (
     get_replica_context,
     get_strategy,
 )
-from torchstrategy._data.steps import in_equal_parts
+from torchstrategy._data.steps import split_equally
 
 DEFAULT = get_strategy()
 CHOSEN = [name for name in TOPOLOGIES if name != "default"]
@@ -104,7 +104,7 @@ def test_a_batch_is_dealt_as_tensorflow_deals_it(rows: int, replicas: int) -> No
 @quickly
 @given(st.integers(0, 200), st.integers(1, 40))
 def test_no_row_is_lost_or_dealt_twice_and_all_are_in_order(rows: int, replicas: int) -> None:
-    shares = in_equal_parts(replicas, rows)
+    shares = split_equally(replicas, rows)
     assert len(shares) == replicas
     assert [row for share in shares for row in range(rows)[share]] == list(range(rows))
     size = -(-rows // replicas)

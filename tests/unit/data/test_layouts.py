@@ -93,7 +93,8 @@ def test_tuples_are_refused_where_lists_are_rows_too() -> None:
         list(central(2).experimental_distribute_dataset(loader("numbers", zipped), BY_ITEMS))
 
 
-def test_a_loader_with_fewer_samples_than_its_batch_size_is_known_by_its_samples() -> None:
+def test_few_samples_are_known_by_their_number() -> None:
+    """The loader has fewer than its batch size."""
     with pytest.raises(ValueError, match=r"batch\[0\] is a tuple of 4 items"):
         list(central(2).experimental_distribute_dataset(loader("numbers", zipped, count=4, size=16)))
 

@@ -21,7 +21,7 @@ from conditions import needs_simulated_devices
 from loaders import AHEAD, HANG, ON_DEMAND, Loader, Rows, batch_numbers, both_ways, prefetchers, rows_of
 from topologies import central, compute_devices
 from torchstrategy import InputOptions, RunOptions, Strategy
-from torchstrategy._data.steps import in_equal_parts
+from torchstrategy._data.steps import split_equally
 
 pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure", "nothing_left")
 
@@ -33,7 +33,8 @@ quickly = settings(max_examples=40, deadline=None, derandomize=True, database=No
 
 
 @both_ways
-def test_nothing_is_read_and_no_thread_begins_before_the_first_batch_is_asked_for(options: InputOptions) -> None:
+def test_nothing_begins_before_the_first_batch_is_asked_for(options: InputOptions) -> None:
+    """Nothing is read, and there is no thread."""
     loader, before = Loader(), threading.enumerate()
     iterator = iter(central(2).experimental_distribute_dataset(loader, options))
     assert loader.asked == []
@@ -43,7 +44,8 @@ def test_nothing_is_read_and_no_thread_begins_before_the_first_batch_is_asked_fo
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_on_demand_a_batch_is_read_when_it_is_asked_for_and_on_the_thread_that_asks(replicas: int) -> None:
+def test_on_demand_a_batch_is_read_when_and_where_it_is_asked_for(replicas: int) -> None:
+    """On the thread that asks."""
     threads: list[threading.Thread] = []
     loader, before = Loader(before=lambda k: threads.append(threading.current_thread())), threading.enumerate()
     iterator = iter(central(replicas).experimental_distribute_dataset(loader))
@@ -70,7 +72,7 @@ def test_ahead_as_many_batches_are_read_as_there_is_room_for(replicas: int, dept
         assert loader.asked == list(range(taken + depth))
 
 
-def test_ahead_the_elements_of_as_many_steps_are_read_as_there_is_room_for() -> None:
+def test_ahead_as_many_steps_are_read_as_there_is_room_for() -> None:
     loader = Loader(20)
     dataset = central(3).distribute_datasets_from_function(lambda context: loader, AHEAD)
     iterator = iter(dataset)
@@ -149,7 +151,7 @@ def test_on_demand_random_numbers_are_drawn_as_in_plain_pytorch(strategy: Strate
     assert drawn(strategy.experimental_distribute_dataset(loader)) == drawn(loader)
 
 
-def test_ahead_a_loader_with_a_generator_of_its_own_leaves_the_steps_random_numbers_alone() -> None:
+def test_ahead_a_generator_of_the_loader_leaves_the_steps_numbers_alone() -> None:
     strategy = central(2)
 
     def drawn(options: InputOptions | None) -> list[Any]:
@@ -185,7 +187,7 @@ def check_stream(loader: Any, replicas: int, options: InputOptions | None) -> No
     for step, batch in zip(steps, expected, strict=True):
         for dealt_out, whole in zip(step, batch, strict=True):
             pieces = strategy.experimental_local_results(dealt_out)
-            slices = in_equal_parts(replicas, len(whole))
+            slices = split_equally(replicas, len(whole))
             assert [piece.tolist() for piece in pieces] == [whole[rows].tolist() for rows in slices]
 
 

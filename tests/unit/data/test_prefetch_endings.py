@@ -169,9 +169,10 @@ def test_an_iterator_may_be_closed_by_its_loader() -> None:
         assert loader.asked == [0, 1, 2]
 
 
-def test_a_loader_that_is_in_the_middle_of_a_batch_is_not_waited_for_without_end(
+def test_closing_does_not_wait_for_a_batch_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A loader may be in the middle of one."""
     monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
     go_on = threading.Event()
     loader = Loader(before=lambda k: k == 1 and go_on.wait(HANG))
@@ -260,9 +261,7 @@ class Gated(Dataset):
 
 @needs_fork
 @pytest.mark.parametrize("is_held", [True, False], ids=["held", "dropped"])
-def test_persistent_workers_serve_a_new_iteration_when_the_one_before_is_done_with_them(
-    is_held: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_persistent_workers_serve_one_iteration_after_the_other(is_held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
     strategy, rows = central(2), Gated()
     loader = DataLoader(rows, batch_size=2, num_workers=1, persistent_workers=True)

@@ -50,9 +50,8 @@ def raises_at(errors: dict[int, BaseException]) -> Callable[[int], None]:
 @both_ways
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("at", [[0], [2], [4], [1, 2], [0, 1, 2, 3, 4]], ids=str)
-def test_an_error_of_the_loader_comes_at_its_batch_as_itself_and_the_loader_goes_on(
-    options: InputOptions, replicas: int, at: list[int]
-) -> None:
+def test_an_error_of_the_loader_comes_at_its_batch(options: InputOptions, replicas: int, at: list[int]) -> None:
+    """It comes as itself, and the loader goes on after it."""
     kinds = [lambda: ValueError("bad"), lambda: TwoArguments(1, "two"), lambda: KeyError("key")]
     errors: dict[int, BaseException] = {2 * k: kinds[i % 3]() for i, k in enumerate(at)}
     loader, strategy = DataLoader(Rows(10, raises_at(errors)), batch_size=2), central(replicas)
@@ -116,7 +115,8 @@ def test_what_was_read_of_a_step_before_an_error_is_not_lost(options: InputOptio
 
 
 @pytest.mark.parametrize("options", [None, ON_DEMAND], ids=["ahead", "on demand"])
-def test_an_error_in_a_loader_worker_comes_at_its_batch_as_in_plain_pytorch(options: InputOptions | None) -> None:
+def test_an_error_in_a_loader_worker_comes_as_in_plain_pytorch(options: InputOptions | None) -> None:
+    """At its batch."""
     loader = DataLoader(Rows(8, raises_at({2: ValueError("bad")})), batch_size=2, num_workers=1)
     strategy = central(2)
     plain = outcomes(iter(loader), torch.Tensor.tolist)
@@ -217,7 +217,7 @@ def test_an_error_that_nobody_came_for_keeps_nothing_alive(no_collector: None) -
     assert set(threading.enumerate()) <= set(before)
 
 
-def test_an_error_of_a_loader_worker_that_nobody_came_for_keeps_no_process_alive(no_collector: None) -> None:
+def test_an_unread_error_of_a_loader_worker_keeps_nothing_alive(no_collector: None) -> None:
     loader = DataLoader(Rows(8, lambda index: raise_at_1(index // 2)), batch_size=2, num_workers=1)
     iterator = iter(central(2).experimental_distribute_dataset(loader))
     next(iterator)

@@ -96,7 +96,7 @@ class Broken(Numbers):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_batch_that_could_not_be_read_is_not_read_again_once_the_next_was(ahead: bool) -> None:
+def test_a_broken_batch_is_not_read_again_after_the_next(ahead: bool) -> None:
     dataset = over(batched(Broken(), shuffle=True, generator=generator(2)), load_ahead=ahead)
     iterator = iter(dataset)
     found: list[list[int]] = []

@@ -15,7 +15,7 @@ from torchstrategy._group.processes import joining
 from torchstrategy._group.processes.lifelines import Lifelines
 
 
-def test_a_worker_that_ends_with_its_store_is_named_before_a_connection_is_made(
+def test_a_worker_that_ends_with_its_store_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The call for a second connection to the store looked at nobody, and named the store after the whole timeout."""

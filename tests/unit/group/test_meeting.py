@@ -29,7 +29,7 @@ class StoreOfTheDead:
     check = get = add = set
 
 
-def test_a_store_that_ended_with_its_worker_is_told_by_the_name_of_the_worker() -> None:
+def test_where_the_store_is_gone_its_worker_is_named() -> None:
     """Where worker 0 was interrupted while it joined a second time, the others named an address and no worker."""
     keeper, ours = socket.socketpair()
     earlier = Lifelines(1, 2)

@@ -262,7 +262,8 @@ def test_a_place_does_not_wait_for_the_turns_of_another() -> None:
 
 
 @pytest.mark.usefixtures("several_places")
-def test_a_meeting_waits_for_all_places_and_all_stand_still_while_it_is_held() -> None:
+def test_while_a_meeting_is_held_all_places_stand_still() -> None:
+    """It waits for all of them first."""
     replicas = Replicas(cpus(0, 1, 0, 1))
     lock, running, seen = threading.Lock(), set(), []
 

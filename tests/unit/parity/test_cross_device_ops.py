@@ -22,7 +22,7 @@ from torchstrategy import (
     ReductionToOneDevice,
 )
 from torchstrategy._base.distributed_values import ABSENT, Mirrored, PerReplica
-from torchstrategy._group.transfer import bucketed, in_buckets, why_not_nccl
+from torchstrategy._group.transfer import combine_in_buckets, exchange_in_buckets, why_not_nccl
 from torchstrategy._parity.cross_device_ops import default_for
 from torchstrategy.experimental import CommunicationOptions
 
@@ -485,7 +485,7 @@ def packs_of(columns: Sequence[Sequence[torch.Tensor]], limit: float, count: int
         packs.append(list(pack))
         return packs[-1]
 
-    bucketed(columns, limit, note, count)
+    exchange_in_buckets(columns, limit, note, count)
     return packs
 
 
@@ -498,7 +498,7 @@ def columns_of(kinds: list[tuple[list[int], torch.dtype]], replicas: int = 2) ->
 def test_what_is_packed_comes_out_as_it_was(kinds: list[Any], count: int, limit: int) -> None:
     columns = columns_of(kinds)
     for most, number in ((math.inf, count) if count else (0, 1), (limit, 1)):
-        results = bucketed(columns, most, list, number)
+        results = exchange_in_buckets(columns, most, list, number)
         close(results, [list(column) for column in columns], rtol=0, atol=0)
 
 
@@ -533,5 +533,5 @@ def test_a_pack_holds_one_dtype_and_what_is_sparse_goes_alone() -> None:
 def test_without_a_limit_nothing_is_packed() -> None:
     columns = columns_of([([2, 2], torch.float64), ([1], torch.float64)])
     seen: list[Any] = []
-    in_buckets(columns, 0, lambda column: seen.append(column) or column[0])  # type: ignore[func-returns-value]
+    combine_in_buckets(columns, 0, lambda column: seen.append(column) or column[0])  # type: ignore[func-returns-value]
     assert seen == columns

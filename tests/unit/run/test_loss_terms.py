@@ -570,7 +570,7 @@ wrapped = st.tuples(st.sampled_from(INNERMOST), st.lists(st.tuples(st.sampled_fr
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(st.lists(wrapped, min_size=1, max_size=4), st.lists(st.tuples(st.sampled_from(WRAPPINGS), numbers), max_size=4))
-def test_a_backward_from_the_terms_of_a_random_loss_is_that_of_the_loss(terms: Any, around: Any) -> None:
+def test_the_terms_of_a_random_loss_have_its_gradient(terms: Any, around: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 4, generator=generator, dtype=torch.float64).requires_grad_()
     scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))

@@ -349,7 +349,8 @@ def test_a_wrong_input_function_is_refused(any_version: Any, case: str) -> None:
     assert not torchstrategy.has_strategy()
 
 
-def test_an_iterator_of_a_dataset_can_be_made_anywhere_and_that_of_a_function_cannot(old: v1.Strategy) -> None:
+def test_where_the_two_kinds_of_iterators_can_be_made(old: v1.Strategy) -> None:
+    """That of a dataset anywhere; that of a function not in a replica, nor in another strategy's scope."""
     other = torchstrategy.OneDeviceStrategy("cpu")
     with other.scope():
         assert len(list(old.make_dataset_iterator([torch.ones(1)]))) == 1

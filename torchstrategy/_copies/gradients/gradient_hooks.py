@@ -31,7 +31,7 @@ from torchstrategy._copies.gradients.replica_gradients import (
     call_in_backward,
 )
 from torchstrategy._copies.gradients.user_gradients import can_hold
-from torchstrategy._group.transfer import added
+from torchstrategy._group.transfer import sum_on
 
 # Returns one of the user's parameters; None if nobody has it any more.
 Owner = Callable[[], torch.Tensor | None]
@@ -154,7 +154,7 @@ def _arrived(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], para
         gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
         if owner is None:
             return
-        gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
+        gradient = sum_on(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
         before = raw_grad(owner)
         if have_gradient_hooks((owner,)):
             torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())

@@ -58,9 +58,10 @@ from torchstrategy._copies.gradients.replica_gradients import (
 from torchstrategy._copies.gradients.user_gradients import UserGradients
 from torchstrategy._copies.gradients.worker_gradients import WorkerReduction
 from torchstrategy._copies.gradients.written_gradients import can_be_chosen, choose
-from torchstrategy._group.instruments import combined_gradients
+from torchstrategy._group.instruments import tell_combined_gradients
 from torchstrategy._group.participants import ReplicaWeights
-from torchstrategy._group.transfer import accumulate, brought, equal, weighted
+from torchstrategy._group.transfer import copy_to, equal
+from torchstrategy._group.weighing import add_weighted, weighted_sum
 from torchstrategy._group.workers import LONE, Workers
 from torchstrategy._run.placement import AllReduce
 from torchstrategy._variables.variable import is_variable
@@ -342,7 +343,7 @@ class GradientReducer:
             if hooked := sorted(combined.keys() & seen):
                 self._send_through_hooks(hooked, [combined[index] for index in hooked])
         if combined and len(self.of_replicas) > 1:
-            combined_gradients()
+            tell_combined_gradients()
 
     def _over_workers(
         self, before: list[torch.Tensor | None], combined: dict[int, torch.Tensor], seen: set[int]
@@ -444,9 +445,9 @@ class GradientReducer:
         if self._weights.reduction is ReduceOp.MEAN:
             # The weights of one worker's replicas add up to its part of all rows.
             total = sum(weights) if self._has_others else 1.0
-            return weighted(tensors, [weight / total for weight in weights])
+            return weighted_sum(tensors, [weight / total for weight in weights])
         start = torch.zeros_like(tensors[0]) if accumulated is None else accumulated
-        return start + weighted([tensor - start for tensor in tensors], weights)
+        return start + weighted_sum([tensor - start for tensor in tensors], weights)
 
     def _combined(self) -> dict[int, torch.Tensor]:
         """The local gradients of all replicas, weighted and added up on the devices of the user's parameters."""
@@ -489,7 +490,8 @@ class GradientReducer:
         if weight == 1 and len(self._weights.weighing) == 1:
             self._total = {i: _apart(gradient) for i, gradient in local.items()} if self._is_remote[r] else local
         else:
-            accumulate(self._total, local, weight, are_ours and not self._is_remote[r])
+            # See Note [Where a gradient is weighed] in `_group/weighing`.
+            add_weighted(self._total, local, weight, are_ours and not self._is_remote[r])
         self._num_added += 1
         return positions
 
@@ -502,7 +504,7 @@ class GradientReducer:
             owner = self.owners[index]
             by_place.setdefault((owner.device, owner.is_pinned()), []).append(index)
         for (device, is_pinned), indices in by_place.items():
-            here = brought([local[index] for index in indices], device, is_pinned)
+            here = copy_to([local[index] for index in indices], device, is_pinned)
             arrived.update(zip(indices, here, strict=True))
         return arrived
 

@@ -152,6 +152,7 @@ class WorkerReduction:
         value = self.accumulated[index]
         if value is None or self.weights.is_understudy:
             return torch.zeros_like(self.owners[index])
+        # See Note [Where a gradient is weighed] in `_group/weighing`.
         return (value.to_dense() if value.is_sparse else value) * sum(self.weights.weights)
 
 

@@ -49,7 +49,7 @@ from torchstrategy._copies.attributes.trainers import in_replica
 from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, end_history, make_local
 from torchstrategy._copies.references.deep_copies import ClosureRebinder, deep_copied, is_function
 from torchstrategy._copies.tensor_copies import copies_of, lay_in_one_piece
-from torchstrategy._group.transfer import Write, equal, sent_to
+from torchstrategy._group.transfer import Write, detached_copy, equal
 from torchstrategy._run.placement import Placement
 from torchstrategy._variables.variable import Variable, is_variable, set_plain_data
 
@@ -518,7 +518,7 @@ def _has_history(thing: object) -> TypeGuard[torch.Tensor]:
 def _without_history(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
     """A replica's copy of an output that a module holds in a plain attribute."""
     return end_history(
-        sent_to(tensor, device),
+        detached_copy(tensor, device),
         f"This backward goes through {path}, which was computed outside of strategy.run and kept in a plain attribute: "
         "a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to be constant, "
         "detach it.",

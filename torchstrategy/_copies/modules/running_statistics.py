@@ -1,5 +1,9 @@
 """Running statistics of replicas on accelerators. The host never reads them: it would wait for all that is under way.
 
+`ReplicatedModules._buffer_values` merges all buffers of replicas, and asks this file for these. What it has made of
+those of one worker becomes that of all in `_run/worker_values`. A worker with one replica sends its statistics with its
+gradients: `TrainedTensors.averaged` in `_run/own/trained_tensors` says which.
+
 torch's kernels write running statistics and do not count it in their versions. In the memory of the CPU the numbers are
 compared. On an accelerator, the statistics of every replica count as written by every run, and the accelerator itself
 finds out which numbers are as they were: a mean of equal numbers could be off by a bit.

@@ -17,17 +17,18 @@ def by_name(value: object) -> dict[str, str]:
     """The parts of a value that are shown if they differ: those of a list of dicts each by itself."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         return {"": _printed(value)}
-    return {
-        f"{name} of group {i}" if len(value) > 1 else str(name): _printed(part)
-        for i, one in enumerate(value)
-        for name, part in one.items()
-    }
+    shown = {}
+    for i, one in enumerate(value):
+        for name, part in one.items():
+            called = f"{name} of group {i}" if len(value) > 1 else str(name)
+            shown[called] = _printed(part)
+    return shown
 
 
 _Compared = Sequence[tuple[str, dict[str, str]]]  # by what it is called, the parts of each thing
 
 
-def told_apart(of_all: Sequence[tuple[str, _Compared]]) -> str:
+def describe_difference(of_all: Sequence[tuple[str, _Compared]]) -> str:
     """What to say of workers that are at different exchanges, or compare different values at one.
 
     Args:
@@ -49,13 +50,15 @@ def _differing(compared: _Compared, of_all: Sequence[tuple[str, _Compared]]) -> 
     found = []
     for what, parts in compared:
         theirs = [dict(others).get(what) for _, others in of_all]
+        has_other = [one for one in theirs if one is not None]
+        is_missing = are_at_one_place and len(has_other) < len(theirs)
         for name, value in parts.items():
-            if any(are_at_one_place if one is None else one.get(name) != value for one in theirs):
+            if is_missing or any(one.get(name) != value for one in has_other):
                 found.append(f"{what} {name}={value}" if name else f"{what} {value}")
     return found
 
 
-def apart_in_groups(places: Mapping[int, str], names: Sequence[str]) -> tuple[str, list[int]]:
+def describe_standstill(places: Mapping[int, str], names: Sequence[str]) -> tuple[str, list[int]]:
     """What to say where workers wait in different groups, and who is to blame.
 
     Args:
@@ -85,7 +88,7 @@ class ComparedBytes:
         # By name, what was compared last, and its bytes: mostly, the same object is compared again.
         self._made: dict[str, tuple[object, bytes]] = {}
 
-    def joined(self, place: str, compared: Sequence[tuple[str, object]]) -> bytes:
+    def join(self, place: str, compared: Sequence[tuple[str, object]]) -> bytes:
         """The bytes of a place, and of values that are compared there, each with what it is called."""
         parts = [place.encode()]
         for what, value in compared:

@@ -110,7 +110,7 @@ def meeting_of(
         store, home = ask(lambda: shared_store(prefix), limit.total_seconds(), look)
     except NoAnswer:
         raise WorkerError(f"The store of torch.distributed does not answer. This is {name_of(index, count)}.") from None
-    meeting = Meeting(store, _named(home, "The store of torch.distributed"), home, index, count, limit, told)
+    meeting = Meeting(store, _name_with_place(home, "The store of torch.distributed"), home, index, count, limit, told)
     meeting.earlier = earlier
     return meeting
 
@@ -138,7 +138,7 @@ def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None
     is_keeper = rank == 0 and not of_torchrun
     with noting_sockets():
         store = _store(host, port, rank, count, is_keeper, keeper, limit)
-        named = _named((host, port), f"The store, which {keeper} keeps")
+        named = _name_with_place((host, port), f"The store, which {keeper} keeps")
         meeting = Meeting(_dist.PrefixStore(f"{_attempt()}/join", store), named, (host, port), rank, count, limit)
         try:
             meeting.meet()
@@ -148,7 +148,7 @@ def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None
             raise
         # A process that torchrun has started again must not find what those that are gone have put into the store.
         own = _dist.PrefixStore(f"{_attempt()}/group", store)
-        meeting.watched(
+        meeting.call_watched(
             lambda: dist.init_process_group(backend, store=own, rank=rank, world_size=count, timeout=timeout)
         )
     _Joined.lines, _Joined.keeps_store, _Joined.timeout = meeting.lines, is_keeper, limit
@@ -174,7 +174,7 @@ def _home(address: str) -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
-def _named(home: tuple[str, int] | None, what: str) -> str:
+def _name_with_place(home: tuple[str, int] | None, what: str) -> str:
     return what if home is None else f"{what} at {home[0]}, port {home[1]},"
 
 

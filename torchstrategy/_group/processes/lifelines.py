@@ -115,8 +115,11 @@ class Lifelines:
 
     def first(self, kind: str) -> tuple[int, Word] | None:
         """A worker that has said such a word, and the word."""
-        said = ((w, word) for w, words in self.words.items() for word in words if word["kind"] == kind)
-        return next(said, None)
+        for w, words in self.words.items():
+            for word in words:
+                if word["kind"] == kind:
+                    return w, word
+        return None
 
     def close(self) -> None:
         """Closes the connections of this process. Those that a forked process inherited stay open in the other one."""

@@ -51,7 +51,7 @@ def name_of(index: int, count: int) -> str:
 # waited for this answer alone would answer nobody either, and would be named, too.
 # So a worker that dies after it has come is noticed by those that it is connected to. They tell the others: by their
 # connections, and those that they have none to by the store. While torch makes its groups, which it does in C++ without
-# looking at anybody, `watched` looks.
+# looking at anybody, `call_watched` looks.
 @final
 class Meeting:
     """One worker on its way to the others.
@@ -108,21 +108,21 @@ class Meeting:
                     self._answer(server, waiting)
                     self.look()
                     if time.monotonic() > self._deadline:
-                        raise self._over(self._missing())
+                        raise self._over_error(self._describe_missing())
                 return [self._entry(w) for w in range(self._count)]
         except BaseException as error:
-            self._failed(error)
+            self._tell_failure(error)
             raise
 
-    def watched(self, call: Callable[[], _T]) -> _T:
+    def call_watched(self, call: Callable[[], _T]) -> _T:
         """What a call returns in which all workers take part, if none of them ends meanwhile."""
         try:
-            return self._watched(call)
+            return self._call_watched(call)
         except BaseException as error:
-            self._failed(error)
+            self._tell_failure(error)
             raise
 
-    def _failed(self, error: BaseException) -> None:
+    def _tell_failure(self, error: BaseException) -> None:
         if not isinstance(error, WorkerError):
             text = f"{name_of(self._index, self._count)} failed: {described(error)}"
             self.lines.say("failed", text)
@@ -141,22 +141,22 @@ class Meeting:
         alive = [w for w in range(self._count) if w != self._index and w not in self.lines.ended]
         return not alive or bool(self._try(lambda: self._store.check([f"{_HEARD}{w}" for w in alive])))
 
-    def _watched(self, call: Callable[[], _T]) -> _T:
+    def _call_watched(self, call: Callable[[], _T]) -> _T:
         try:
             return ask(call, self._seconds, self._look_while_grouping)
         except NoAnswer as error:
-            raise self._lost("it takes too long") from error
+            raise self._lost_error("it takes too long") from error
         except RuntimeError as error:
             if isinstance(error, WorkerError):
                 raise
-            raise self._lost(described(error)) from error
+            raise self._lost_error(described(error)) from error
 
     def _look_while_grouping(self) -> None:
         self.look()
         if self.lines.first("lost") is not None:  # its time is over: whoever says nothing now does not answer
             raise NoAnswer
 
-    def _lost(self, problem: str) -> WorkerError:
+    def _lost_error(self, problem: str) -> WorkerError:
         """The error where torch could not make its groups: a worker that says nothing now is missing."""
         self.lines.say("lost", problem)
         end = time.monotonic() + _REFUSED_S
@@ -164,8 +164,8 @@ class Meeting:
             self.lines.listen(_LOOK_S)
             self.look()
         if self.lines.silent:
-            return self._over(self._not_there(self.lines.silent, "answered"))
-        return self._over(f"torch.distributed could not make a group of all workers: {problem}")
+            return self._over_error(self._describe_absent(self.lines.silent, "answered"))
+        return self._over_error(f"torch.distributed could not make a group of all workers: {problem}")
 
     def look(self) -> None:
         """Raises an error if another worker has given up, or is dead."""
@@ -179,7 +179,7 @@ class Meeting:
             self.earlier.listen()
             dead = self.earlier.dead
         if dead:
-            raise self._over(HAS_ENDED.format(dead[0], self._count))
+            raise self._over_error(HAS_ENDED.format(dead[0], self._count))
 
     # What it asks the store.
 
@@ -216,7 +216,7 @@ class Meeting:
         try:
             return ask(call, left, self.look)
         except NoAnswer:
-            raise self._over(f"{self._where} does not answer") from None
+            raise self._over_error(f"{self._where} does not answer") from None
         except RuntimeError as error:
             if isinstance(error, WorkerError):
                 raise
@@ -225,14 +225,14 @@ class Meeting:
             while time.monotonic() < end:
                 self.look()
                 time.sleep(_LOOK_S)
-            raise self._over(f"{self._where} is gone: {described(error)}") from error
+            raise self._over_error(f"{self._where} is gone: {described(error)}") from error
 
-    def _missing(self) -> str:
+    def _describe_missing(self) -> str:
         absent = [w for w in range(self._count) if w != self._index and w not in self._connected]
         unseen = [w for w in absent if not self._has_come(w)]
-        return self._not_there(unseen, "come") if unseen else self._not_there(absent, "answered")
+        return self._describe_absent(unseen, "come") if unseen else self._describe_absent(absent, "answered")
 
-    def _not_there(self, missing: list[int], came: str) -> str:
+    def _describe_absent(self, missing: list[int], came: str) -> str:
         named = " and ".join(f"worker {w}" for w in missing)
         has = "has" if len(missing) == 1 else "have"
         return (
@@ -240,7 +240,7 @@ class Meeting:
             "others wait for it: start all workers at about the same time, and look at the output of the missing one"
         )
 
-    def _over(self, text: str) -> WorkerError:
+    def _over_error(self, text: str) -> WorkerError:
         self.lines.say("verdict", text, blamed=[])
         self._try(lambda: self._store.set(_OVER, text))
         return WorkerError(f"{text}. This is {name_of(self._index, self._count)}.")
@@ -274,7 +274,7 @@ class Meeting:
         del self._calls[call.worker]  # it is called again
         since = self._refused.setdefault(entry.secret, time.monotonic())
         if time.monotonic() - since > _REFUSED_S:
-            raise self._over(f"{entry.who} had come, and has ended or cannot be reached at {call.problem}")
+            raise self._over_error(f"{entry.who} had come, and has ended or cannot be reached at {call.problem}")
 
     def _answer(self, server: socket.socket, waiting: selectors.BaseSelector) -> None:
         """Takes the connections of workers of higher numbers, and the answers of those of lower ones."""

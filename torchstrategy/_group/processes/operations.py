@@ -38,7 +38,8 @@ def end_groups(groups: list[dist.ProcessGroup], under_way: list[Operation]) -> N
             if sent.work is not None and sent.work.is_completed():
                 sent.work = None
     under_way[:] = [sent for sent in under_way if sent.work is not None]
-    # A signal's handler may raise anywhere. Then the end of the process goes on with the groups that are left.
+    # A signal's handler may raise anywhere: see Note [What happens on Ctrl-C] in `replica_threads`. Then the end of the
+    # process goes on with the groups that are left.
     while groups:
         if any(sent.group == len(groups) - 1 for sent in under_way):
             # To destroy it means to wait for what it has under way, which may be as long as its timeout. So nobody ever

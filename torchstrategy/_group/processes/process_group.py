@@ -38,6 +38,11 @@ _LONG_S = 2.0  # a worker that has waited for so long tells the others where
 _MESSAGE = 256  # bytes of the message with which every exchange begins
 _DIGEST = 8  # bytes of a `digest`
 _REFUSED = digest(b"refused")  # in the place of where a worker is that refuses an exchange
+# The header of a message: a digest of where the worker is and of what it compares, how many bytes it tells, in which
+# run it is, and a digest of each thing that is mentioned. What it tells follows, if there is room.
+_PLACE, _SIZE, _RUN = (slice(i * _DIGEST, (i + 1) * _DIGEST) for i in range(3))
+_OF_MENTIONED = [slice(i * _DIGEST, (i + 1) * _DIGEST) for i in range(3, 3 + len(MENTIONED))]
+_HEADER = (3 + len(MENTIONED)) * _DIGEST
 # The positions of the groups of a worker.
 _DATA = 0  # sends tensors, from any device
 _EARLY = 1  # sends gradients during backward, in an order that is not that of the other exchanges
@@ -105,7 +110,7 @@ class ProcessGroup(Workers):
         self._names = [entry.who for entry in entries]
         self._lines = meeting.lines
         with noting_sockets():
-            self._groups = meeting.watched(partial(joining.groups_of, ranks, name, group, timeout))
+            self._groups = meeting.call_watched(partial(joining.groups_of, ranks, name, group, timeout))
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch lets each operation wait until all workers have begun it.
         self.can_overlap = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL"
         self._under_way: list[Operation] = []
@@ -131,7 +136,7 @@ class ProcessGroup(Workers):
     def begin_run(self) -> None:
         self._num_runs += 1
         self._point, self._compared = "the beginning of strategy.run", []
-        self._at("the beginning of a run")  # raises an error if no exchange can be made any more
+        self._describe_place("the beginning of a run")  # raises an error if no exchange can be made any more
 
     def arrive(self, point: str) -> None:
         self._point = point
@@ -143,7 +148,7 @@ class ProcessGroup(Workers):
         self._mentioned[what] = digest(comparisons.comparable(value))
 
     def place(self, name: str) -> int:
-        return zlib.crc32(self._bytes.joined(self._at(name), self._compared))
+        return zlib.crc32(self._bytes.join(self._describe_place(name), self._compared))
 
     @property
     def num_compared(self) -> int:
@@ -154,11 +159,11 @@ class ProcessGroup(Workers):
         return taken
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
-        where = self._at(name)
+        where = self._describe_place(name)
         if not agreed:
             self._meet(where, [(t.dtype, tuple(t.shape)) for t in tensors])
         packs = packs_of(tensors)
-        flat = [self._flat([tensors[i] for i in pack]) for pack in packs]
+        flat = [self._flatten([tensors[i] for i in pack]) for pack in packs]
         self._exchange(where, _DATA, flat, lambda group: chain.from_iterable(begin_sum(one, group) for one in flat))
         sums: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
         for one, pack in zip(flat, packs, strict=True):
@@ -167,7 +172,7 @@ class ProcessGroup(Workers):
         return sums
 
     def begin_all_reduce(self, flat: torch.Tensor, name: str) -> Callable[[], None]:
-        where = self._at(name)
+        where = self._describe_place(name)
         sent = self._sendable(as_addable(flat))
         begun: list[Operation] = []
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch waits for the other workers here.
@@ -197,7 +202,7 @@ class ProcessGroup(Workers):
         all_bytes = [torch.empty_like(mine) for _ in sizes]
         if mine.numel():
             self._exchange(
-                self._at(name),
+                self._describe_place(name),
                 _DATA,
                 [*all_bytes, mine],
                 lambda group: [dist.all_gather(all_bytes, mine, group=group, async_op=True)],
@@ -206,7 +211,7 @@ class ProcessGroup(Workers):
         return [one[:size].movedim(0, axis) for one, size in zip(whole, sizes, strict=True)]
 
     def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
-        return self._meet(self._at(name), (), data)
+        return self._meet(self._describe_place(name), (), data)
 
     def all_gather_alike(self, data: bytes, name: str) -> list[bytes]:
         of_all = self.all_gather_bytes(digest(data), name)
@@ -223,7 +228,7 @@ class ProcessGroup(Workers):
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int, name: str, are_alike: bool = False) -> None:
         if not tensors:
             return
-        where = self._at(name)
+        where = self._describe_place(name)
         if not are_alike:
             self._meet(where, [(t.dtype, tuple(t.shape)) for t in tensors])
         packs = [[tensors[i] for i in pack] for pack in packs_of(tensors)]
@@ -246,7 +251,7 @@ class ProcessGroup(Workers):
         if self._why_over is None and not self.is_of_all(error):
             with suppress(WorkerError):  # this worker raises its own error
                 # The others may wait elsewhere.
-                where = f"{self._at(name)}{comparisons.WHICH_IT_REFUSED}{described(error)}"
+                where = f"{self._describe_place(name)}{comparisons.WHICH_IT_REFUSED}{described(error)}"
                 self._meet(where, (), described(error).encode("utf-8", "backslashreplace"), refuses=True)
                 self.note_of_all(error)
 
@@ -260,12 +265,12 @@ class ProcessGroup(Workers):
             self._lines.listen(_LOST_S)
             if self._lines.has_news:
                 self._waits_since = time.monotonic()
-                return self._explained("an operation of the model's own", error)
+                return self._lost_error("an operation of the model's own", error)
         return error
 
     # The parts of an exchange.
 
-    def _at(self, name: str) -> str:
+    def _describe_place(self, name: str) -> str:
         """Where this worker is, in words."""
         if self._why_over is not None:
             self._refuse_use(name)
@@ -291,31 +296,32 @@ class ProcessGroup(Workers):
         """
         self.num_exchanges += 1
         compared, self._compared = self._compared, []
-        place = digest(self._bytes.joined(f"{where} {signature}", compared))
+        place = digest(self._bytes.join(f"{where} {signature}", compared))
         place = _REFUSED if refuses else place
         mentioned, self._mentioned = self._mentioned, {}
         marks = [mentioned.get(what, bytes(_DIGEST)) for what in MENTIONED]
         counts = [count.to_bytes(_DIGEST, "big") for count in (len(told), self._num_runs)]
         header = b"".join([place, *counts, *marks])
-        of_all = self._sent((header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where)
-        refusing = [w for w, one in enumerate(of_all) if one[:_DIGEST] == _REFUSED]
-        if not refusing and any(one[:_DIGEST] != place for one in of_all):
-            raise self._apart(where, signature, compared)
-        begin, size, run = len(header), slice(_DIGEST, 2 * _DIGEST), slice(2 * _DIGEST, 3 * _DIGEST)
-        for start, what, mark in zip(range(run.stop, begin, _DIGEST), MENTIONED, marks, strict=True):
-            if any(one[start : start + _DIGEST] != mark for one in of_all):
+        of_headers = self._send_to_all((header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where)
+        refusing = [w for w, one in enumerate(of_headers) if one[_PLACE] == _REFUSED]
+        if not refusing and any(one[_PLACE] != place for one in of_headers):
+            raise self._diverged_error(where, signature, compared)
+        for what, mark, there in zip(MENTIONED, marks, _OF_MENTIONED, strict=True):
+            if any(one[there] != mark for one in of_headers):
                 self.differing.add(what)
-        of_headers, sizes = of_all, [int.from_bytes(one[size], "big") for one in of_all]
-        if begin + max(sizes) > _MESSAGE:
-            of_all, begin = self._sent(told.ljust(max(sizes), b"\0"), where), 0
-        told_by_all = [one[begin : begin + size] for one, size in zip(of_all, sizes, strict=True)]
+        sizes = [int.from_bytes(one[_SIZE], "big") for one in of_headers]
+        if _HEADER + max(sizes) <= _MESSAGE:
+            told_by_all = [one[_HEADER : _HEADER + size] for one, size in zip(of_headers, sizes, strict=True)]
+        else:
+            of_all = self._send_to_all(told.ljust(max(sizes), b"\0"), where)
+            told_by_all = [one[:size] for one, size in zip(of_all, sizes, strict=True)]
         if refusing:  # a worker that refused its batch has not begun the run to which the others have come with theirs
-            self._num_runs = max(int.from_bytes(one[run], "big") for one in of_headers)
+            self._num_runs = max(int.from_bytes(one[_RUN], "big") for one in of_headers)
         if refusing and not refuses:
-            raise self._refused(refusing[0], told_by_all[refusing[0]].decode(), where)
+            raise self._refused_error(refusing[0], told_by_all[refusing[0]].decode(), where)
         return told_by_all
 
-    def _refused(self, worker: int, why: str, where: str) -> Exception:
+    def _refused_error(self, worker: int, why: str, where: str) -> Exception:
         """The error for an exchange that another worker has refused. Nothing was sent, and all can go on."""
         kind = {"TypeError": TypeError, "ValueError": ValueError}.get(why.partition(":")[0], RuntimeError)
         error = kind(
@@ -325,7 +331,7 @@ class ProcessGroup(Workers):
         self.note_of_all(error)
         return error
 
-    def _sent(self, message: bytes, where: str) -> list[bytes]:
+    def _send_to_all(self, message: bytes, where: str) -> list[bytes]:
         """The messages of all workers, which have the same length."""
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         of_all = list(mine.new_empty(self.count, len(message)))
@@ -379,7 +385,7 @@ class ProcessGroup(Workers):
             raise error
         # Its frames have the group, which would stay open, and tell a reader nothing.
         cause = error.with_traceback(None)
-        raise self._explained(where, error) from cause
+        raise self._lost_error(where, error) from cause
 
     def _finish_one(self, sent: Operation) -> None:
         """Waits for the end of an operation, or until another worker is known to be lost."""
@@ -391,7 +397,7 @@ class ProcessGroup(Workers):
         had_news, has_met = False, False
         while True:
             try:
-                sent.work.wait(_LOOK)
+                sent.work.wait(_LOOK)  # then Python handles signals: see Note [What happens on Ctrl-C]
                 return
             except RuntimeError:
                 if sent.work.is_completed():
@@ -404,7 +410,7 @@ class ProcessGroup(Workers):
             had_news = self._lines.has_news
             if self._waits_elsewhere(sent.group) and not had_news:
                 if has_met:  # twice: what it has said may be out of date the first time
-                    raise self._apart_in_groups()
+                    raise self._standstill_error()
                 has_met = True
 
     def _waits_elsewhere(self, group: int) -> bool:
@@ -417,19 +423,19 @@ class ProcessGroup(Workers):
         waiting = self._lines.waiting.values()
         return len(waiting) == self.count - 1 and any(word["group"] != group for word in waiting)
 
-    def _apart_in_groups(self) -> WorkerError:
+    def _standstill_error(self) -> WorkerError:
         """The error of workers that wait in different groups."""
         places = {w: str(word["text"]) for w, word in self._lines.waiting.items()}
-        text, blamed = comparisons.apart_in_groups({**places, self.index: self._waits_at}, self._names)
+        text, blamed = comparisons.describe_standstill({**places, self.index: self._waits_at}, self._names)
         return self._give_up(text, blamed)
 
-    def _apart(self, where: str, signature: object, compared: Sequence[tuple[str, object]]) -> WorkerError:
+    def _diverged_error(self, where: str, signature: object, compared: Sequence[tuple[str, object]]) -> WorkerError:
         """The error of workers that are at different exchanges. All of them have found so, and say where they are."""
         place = f"{where} with {signature}" if signature else where
         told = json.dumps([place, [[what, comparisons.by_name(value)] for what, value in compared]]).encode()
-        sizes = [int.from_bytes(size, "big") for size in self._sent(len(told).to_bytes(_DIGEST, "big"), where)]
-        of_all = self._sent(told.ljust(max(sizes)), where)
-        return self._give_up(comparisons.told_apart(list(map(json.loads, of_all))), [])
+        sizes = [int.from_bytes(size, "big") for size in self._send_to_all(len(told).to_bytes(_DIGEST, "big"), where)]
+        of_all = self._send_to_all(told.ljust(max(sizes)), where)
+        return self._give_up(comparisons.describe_difference(list(map(json.loads, of_all))), [])
 
     def _give_up(self, text: str, blamed: Sequence[int]) -> WorkerError:
         """Closes the groups, and tells the others why."""
@@ -437,7 +443,7 @@ class ProcessGroup(Workers):
         self._close("the workers were at different places")
         return WorkerError(text)
 
-    def _explained(self, where: str, error: RuntimeError) -> WorkerError:
+    def _lost_error(self, where: str, error: RuntimeError) -> WorkerError:
         """The error that says which worker is lost and why, as far as that can be known within seconds."""
         self._lines.say("lost", where)
         self._close("another worker was lost")
@@ -470,7 +476,7 @@ class ProcessGroup(Workers):
         """The tensor where a backend of the group takes it."""
         return tensor if tensor.device.type in self._devices else tensor.cpu()
 
-    def _flat(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The elements of tensors of one dtype and device in one new tensor, of a dtype that backends add up."""
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         return self._sendable(as_addable(flat))

@@ -294,7 +294,7 @@ _Made = Callable[..., Any]
 _Paths = (PurePosixPath, PosixPath, PureWindowsPath, WindowsPath)
 
 
-def _written(thing: Any) -> Sequence[Any]:
+def _as_text(thing: Any) -> Sequence[Any]:
     return (str(thing),)
 
 
@@ -338,15 +338,15 @@ _ATOMS: dict[type, tuple[str, _Parts, _Made]] = {
     complex: ("complex", lambda z: (z.real, z.imag), complex),
     range: ("range", lambda r: (r.start, r.stop, r.step), range),
     slice: ("slice", lambda s: (s.start, s.stop, s.step), slice),
-    Decimal: ("decimal", _written, Decimal),
+    Decimal: ("decimal", _as_text, Decimal),
     Fraction: ("fraction", lambda f: (f.numerator, f.denominator), _fraction_of),
     timedelta: ("timedelta", lambda t: (t.days, t.seconds, t.microseconds), timedelta),
     date: ("date", _moment, _date_of),
     datetime: ("datetime", _moment, _datetime_of),
     time: ("time", _moment, _time_of),
-    **{kind: (kind.__name__, _written, kind) for kind in _Paths},
+    **{kind: (kind.__name__, _as_text, kind) for kind in _Paths},
     torch.Size: ("size", tuple, lambda *sizes: torch.Size(sizes)),
-    torch.device: ("device", _written, torch.device),
+    torch.device: ("device", _as_text, torch.device),
     torch.dtype: ("dtype", lambda dtype: (str(dtype).removeprefix("torch."),), _dtype_of),
     PackedSequence: ("packed", tuple, _packed_of),
     deque: ("deque", lambda items: (items.maxlen, *items), lambda most, *items: deque(items, most)),

@@ -166,7 +166,7 @@ class AssignedGradients:
         self, own: Sequence[torch.Tensor], differ: Sequence[int], weight: float, point: str
     ) -> list[torch.Tensor]:
         """The gradients, of which those that differ between workers become their weighed sum."""
-        weighed = [_weighed(own[k], weight) for k in differ]
+        weighed = [_weigh(own[k], weight) for k in differ]
         sums = self._workers.all_reduce(weighed, point, agreed=True)
         totals = list(own)
         for k, total in zip(differ, sums, strict=True):
@@ -195,7 +195,8 @@ _NOTHING: weakref.ref[Any] = weakref.ref(_Gone())  # stands for a gradient that 
 _target: Callable[[weakref.ref[Any]], Any] = weakref.ref.__call__  # what a reference refers to, or None
 
 
-def _weighed(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+def _weigh(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+    # See Note [Where a gradient is weighed] in `_group/weighing`.
     dense = gradient.detach().to_dense()
     # What does not count may be NaN, and 0 * NaN is NaN.
     return dense * weight if weight else torch.zeros_like(dense)

@@ -138,6 +138,7 @@ class OwnObjects(Storage):
             self.random.begin_run()
             try:
                 self._workers.arrive("the step")
+                # See Note [Why a worker without rows runs the step] in `_group/participants`.
                 if weights.is_understudy:
                     call = self._keeping_values_on_read(call)
                 result = run_by(self._run_backward, self._run_forward, call)

@@ -59,12 +59,12 @@ class ShardedModels:
         for parameter in self._of_fully_shard:
             for module, name in places_of_sharded(parameter):
                 self._places.setdefault(id(module), set()).add(name)
-        self._split = [
-            (module, name)
-            for module in modules
-            for name, parameter in module._parameters.items()
-            if is_distributed_tensor(parameter) and name not in self._places.get(id(module), ())
-        ]
+        self._split = []
+        for module in modules:
+            known = self._places.get(id(module), ())
+            for name, parameter in module._parameters.items():
+                if is_distributed_tensor(parameter) and name not in known:
+                    self._split.append((module, name))
         self.is_empty = not (self._of_fully_shard or self._split)
 
     def has_places(self, module: nn.Module) -> bool:
@@ -142,6 +142,7 @@ def refuse_flat(modules: Sequence[nn.Module]) -> None:
         raise TypeError(_FLAT)
 
 
+# See Note [Where a gradient is weighed] in `_group/weighing`.
 def _weighing_by(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def weigh(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * factor if factor else torch.zeros_like(gradient)

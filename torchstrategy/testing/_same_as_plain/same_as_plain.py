@@ -13,7 +13,7 @@ from torchstrategy._base.errors import add_note, an, warn
 from torchstrategy._base.options import RunOptions
 from torchstrategy._base.types import Tree
 from torchstrategy._data.batch_types import rows_of
-from torchstrategy._data.steps import in_equal_parts
+from torchstrategy._data.steps import split_equally
 from torchstrategy.strategy import StrategyBase
 from torchstrategy.testing._same_as_plain.comparison import Mismatch, StepFailed, first_mismatch
 from torchstrategy.testing._same_as_plain.difference import SECTIONS, Tolerance
@@ -139,7 +139,7 @@ def _warn_if_all_are_even(problem: Problem) -> None:
     count, given = problem.num_replicas, []
     with suppress(TypeError, ValueError):  # some rows cannot be counted like this
         given = [rows for rows in map(rows_of, problem.batches) if rows]
-    of_each = [{piece.stop - piece.start for piece in in_equal_parts(count, rows)} - {0} for rows in given]
+    of_each = [{piece.stop - piece.start for piece in split_equally(count, rows)} - {0} for rows in given]
     if not given or count == 1 or any(len(different) > 1 for different in of_each):
         return
     warn(

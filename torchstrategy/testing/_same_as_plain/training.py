@@ -21,7 +21,7 @@ from torchstrategy._base.errors import LossWeightWarning, ReplicaBufferWarning, 
 from torchstrategy._base.options import LOSS, NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._base.tree import leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._base.types import Device, Tree
-from torchstrategy._data.batch_types import moved
+from torchstrategy._data.batch_types import move_to
 from torchstrategy._group.participants import ReplicaWeights, reduction_of
 from torchstrategy.replicated import ReplicatedExtended
 from torchstrategy.strategy import StrategyBase
@@ -203,7 +203,7 @@ class PlainTraining(Training):
     def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights, LossCounts]:
         device = self._problem.device
         with in_use(device):
-            batch = batch if device is None else moved(batch, memory_device(device))
+            batch = batch if device is None else move_to(batch, memory_device(device))
             sighting = _observed(self._problem.step, self.models, self.optimizers, batch)
         return [sighting], ReplicaWeights((0,), (1.0,), self._problem.reduction), NOTHING_READ
 
