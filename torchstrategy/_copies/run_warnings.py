@@ -232,8 +232,8 @@ class SharedWrites(Watch):
         self._marks = marks
         held = [place.read() for place in self._places]
         if running:
-            for place, was, now in zip(self._places, self._held, held, strict=True):
-                if was is not now:
+            for place, earlier, later in zip(self._places, self._held, held, strict=True):
+                if earlier is not later:
                     changes = _Changes(place.name, (id(place.holder), place.name))
                     self._assigners.setdefault(id(place), changes).made_by.append(frozenset(running))
         self._held = held
