@@ -17,7 +17,7 @@ import torchstrategy
 from known_losses import KNOWN, Loss, Net, Rows, ce, each, masked, rows_of
 from topologies import SIMULATED, central, central_in_one_place, mirrored, mirrored_with_copies
 from torchstrategy import LossWeightWarning, RunOptions
-from torchstrategy._run.run_losses import LOOKS, RunLosses
+from torchstrategy._run.run_losses import LOOKS
 from torchstrategy.nn import compute_average_loss, scale_regularization_loss
 
 Make = Callable[..., torchstrategy.Strategy]
@@ -390,13 +390,6 @@ def test_unlike_numbers_of_backwards_are_refused() -> None:
 def test_values_are_not_reduced_by_loss() -> None:
     with pytest.raises(ValueError, match=r"^'loss' is a reduction of gradients only: RunOptions"):
         central(2).reduce("loss", torch.ones(()), axis=None)
-
-
-def test_several_workers_refuse_it() -> None:
-    with pytest.raises(NotImplementedError, match=r"^MultiWorkerMirroredStrategy\(gradient_reduction='loss'\)"):
-        RunLosses("loss", has_others=True)
-    with pytest.raises(NotImplementedError, match=r"^RunOptions\(gradient_reduction='loss'\)"):
-        RunLosses(None, has_others=True).refuse(BY_LOSS)
 
 
 @pytest.mark.parametrize("make", [lambda: torchstrategy.OneDeviceStrategy("cpu"), torchstrategy.get_strategy])
