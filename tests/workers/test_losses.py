@@ -23,7 +23,8 @@ pytestmark = pytest.mark.slow
 UNDECIDED = {"ctc_sum_by_targets", "words_plus_sentences", "two_masks", "accumulation_as_rows", "two_heads_halved"}
 SLOW = {"compiled_loss", "compiled_model"}  # tests/unit/run/test_loss_terms.py reads them
 NAMES = [name for name in KNOWN if name not in SLOW]
-layouts = pytest.mark.parametrize(("workers", "replicas"), [(2, 1), pytest.param(3, 1, marks=takes_long)])
+LONG = [pytest.param(3, 1, marks=takes_long), pytest.param(2, 2, marks=takes_long)]
+layouts = pytest.mark.parametrize(("workers", "replicas"), [(2, 1), *LONG])
 
 
 def agree(one: Gradients, other: Gradients) -> bool:
@@ -92,10 +93,9 @@ LOOSE = {"line_search": 1e-9}
 @layouts
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
 def test_trainings(workers: int, replicas: int, size: float) -> None:
-    programs = [one for one in losses.PROGRAMS if replicas == 1 or one is not losses.line_search]
-    found = cluster(workers).run(losses.of_programs, replicas, programs, size)
+    found = cluster(workers).run(losses.of_programs, replicas, losses.PROGRAMS, size)
     wrong = {}
-    for program in programs:
+    for program in losses.PROGRAMS:
         name, expected = program.__name__, of_plain_torch(program)
         most = max(differ(of_worker[name], expected) for of_worker in found)
         if not most < LOOSE.get(name, 1e-12):
@@ -134,14 +134,23 @@ def mean(net: Any, rows: Rows) -> torch.Tensor:
     ("loss", "in_steps"), [(ce, 0), (by_mask, 0), (mean, 0), (smoothed, 1)], ids=["ce", "mask", "mean", "two terms"]
 )
 def test_one_term_needs_no_message_after_the_first_run(loss: Any, in_steps: int) -> None:
-    for first, *others in cluster(2).run(losses.messages, loss, [8, 8, 12, 8]):
+    for first, *others in cluster(2).run(losses.messages, 1, loss, [8, 8, 12, 8]):
         assert first <= 5  # that of the model, two of the loss, and that of the first backward
         assert others == [in_steps] * 3
 
 
 def test_uneven_rows_need_one() -> None:
-    for _, *others in cluster(2).run(losses.messages, ce, [7, 7, 7]):
+    for _, *others in cluster(2).run(losses.messages, 1, ce, [7, 7, 7]):
         assert others[-1] == 1
+
+
+def test_workers_with_several_replicas_need_one_more_than_by_rows() -> None:
+    for by_loss, by_rows in zip(
+        cluster(2).run(losses.messages, 2, ce, [8, 8, 8], "loss"),
+        cluster(2).run(losses.messages, 2, ce, [8, 8, 8], "mean"),
+        strict=True,
+    ):
+        assert by_loss[-1] == by_rows[-1] + 1
 
 
 # What is said
@@ -175,6 +184,7 @@ def said_so(said: str) -> list[list[str]]:
     return losses.warned_of(1, [(5, 1)], gradient_reduction=said)
 
 
-def test_terms_of_a_closure_are_refused_in_all_workers() -> None:
-    for told in cluster(2).run(losses.of_terms_in_closures, 1):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_terms_of_a_closure_are_refused_in_all_workers(replicas: int) -> None:
+    for told in cluster(2).run(losses.of_terms_in_closures, replicas):
         assert "the terms of the loss were divided by unlike numbers" in told

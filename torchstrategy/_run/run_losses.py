@@ -83,8 +83,6 @@ class RunLosses:
         rows = weights.rows_of_all if self._told is not None else _rows(leaves)
         watcher: Watcher
         if self._weighs(options):
-            if self._told is not None:
-                raise NotImplementedError(_OF_SEVERAL)
             watcher = LossWeigher(weights, rows, self._first, self._told)
         elif len(weights.present) > 1 and self._looks_at(fn, options):
             watcher = LossNotes(weights, rows, self._first)
@@ -178,12 +176,6 @@ class LossesOfRun:
     def warn(self) -> None:
         """Called when the run has ended."""
         self._of_all.warn(self._fn, self._watcher, self._rows)
-
-
-_OF_SEVERAL = (
-    "gradient_reduction='loss' in several workers with several replicas each: start a process for each device, or say "
-    "how much each replica counts, RunOptions(examples=lambda batch: ...)."
-)
 
 
 def _tell_by_rows(found: LossWeights, column: Column, rows: Sequence[float]) -> str | None:

@@ -35,7 +35,13 @@ from torchstrategy._run.losses.told_losses import ToldLosses
 
 
 class GradientsOfReplica(Protocol):
-    """The gradients of one replica, as far as its losses have to do with them."""
+    """The gradients of one replica, as far as its losses have to do with them.
+
+    Attributes:
+        loss_factor: How much more than its rows the loss of the newest backward counts. None: its terms are not alike.
+    """
+
+    loss_factor: float | None
 
     def dropping(self) -> AbstractContextManager[None]:
         """A block in which backward adds nothing to them."""
@@ -125,6 +131,7 @@ class LossWeigher(_Watcher):
             return run(outputs, grads)
         reading, terms = reading_of(outputs)  # a checkpoint may run its forward again, as the user's code runs
         factors = replica.synchronize(BY_LOSS, self._combined, reading)
+        gradients.loss_factor = common_factor(factors)
         if factors is not None and not any(factors):
             # Nothing of its loss counts. The loss may be 0 / 0, and zero times its gradient is NaN. But the replica has
             # run a backward, and its hooks are called.
@@ -158,6 +165,13 @@ def reading_of(outputs: Sequence[Any]) -> tuple[Reading, list[Term]]:
         return Reading.of(terms, value), terms
     except RuntimeError:  # a target whose memory is freed: backward will say so
         return UNREAD, []
+
+
+def common_factor(factors: Sequence[float] | None) -> float | None:
+    """What all terms of a loss are multiplied by; None if some are multiplied by another number than others."""
+    if factors is None:
+        return 1.0
+    return factors[0] if len(set(factors)) == 1 else None
 
 
 def weighted_roots(
@@ -198,6 +212,12 @@ def _roots(
 
 
 BY_LOSS = "backward, by gradient_reduction='loss'"  # the name of the synchronization point
+
+CLOSURE_OF_TERMS = (
+    "optimizer.step(closure) with gradient_reduction='loss': the terms of the loss were divided by unlike numbers, and "
+    "count differently in each replica, so the loss that the closure returns is not known for the whole batch. Let the "
+    "closure make each mean by torchstrategy.nn.compute_average_loss, and say gradient_reduction='mean'."
+)
 
 hide_from_compiler(LossNotes._note)
 hide_from_compiler(LossWeigher._weighted)

@@ -303,11 +303,7 @@ def _is_by_terms(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[flo
 
 def counts_alone(fact: Fact, rows: float | None) -> bool:
     """Whether the only term of a loss counts whenever counts differ, if all replicas have the same and as many rows."""
-    if fact.source not in (TARGETS, DIVISOR, SELECTION):
-        return False
-    if rows is None:
-        return True
-    return not (rows == 1 and fact.is_added) and not _is_by_rows([fact], [1], [rows])
+    return fact.source in (TARGETS, DIVISOR, SELECTION) and not (rows == 1 and fact.is_added)
 
 
 def _divided_by(facts: Sequence[Fact], numbers: Sequence[float]) -> bool:

@@ -19,7 +19,7 @@ from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import DIVISOR, Term
-from torchstrategy._run.losses.loss_watchers import BY_LOSS, MAX_BACKWARDS, reading_of, weighted_roots
+from torchstrategy._run.losses.loss_watchers import BY_LOSS, MAX_BACKWARDS, common_factor, reading_of, weighted_roots
 from torchstrategy._run.losses.loss_weights import LossWeights, Reading, count_of, number_of, weigh
 from torchstrategy._run.losses.told_losses import (
     BEFORE,
@@ -180,14 +180,15 @@ class LoneLossWeigher:
             # Nothing of its loss counts. The loss may be 0 / 0, and zero times its gradient is NaN.
             gradients.multiply_next(0.0)
             return run(outputs, grads)
-        gradients.note_loss(None if factors is not None and len(set(factors)) > 1 else (factors or [1.0])[0])
+        gradients.note_loss(common_factor(factors))
         return run(*weighted_roots(outputs, grads, terms, factors))
 
 
 def _only(factors: Sequence[float] | None) -> float:
     """The factor of all terms, where backward has run already: so it is for a single term, or without counts."""
-    assert factors is None or len(set(factors)) == 1
-    return 1.0 if factors is None else factors[0]
+    factor = common_factor(factors)
+    assert factor is not None
+    return factor
 
 
 @final

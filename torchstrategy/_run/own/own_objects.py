@@ -29,6 +29,7 @@ from torchstrategy._base.torch_internals import run_by
 from torchstrategy._base.types import Tree
 from torchstrategy._data.same_rows import Read, reads_among, refuse_other_reads
 from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
 from torchstrategy._run.metrics import Metric, metrics_among
 from torchstrategy._run.module_tensors import trainable_among
 from torchstrategy._run.own.lone_losses import LoneLosses, LoneLossNotes, LoneLossWeigher
@@ -363,7 +364,7 @@ class OwnObjects(Storage):
             if loss is None:
                 return None
             if self.gradients.loss_factor is None:
-                raise RuntimeError(_CLOSURE_OF_TERMS)
+                raise RuntimeError(CLOSURE_OF_TERMS)
             weight = self.gradients.weight * self.gradients.loss_factor
             if isinstance(loss, torch.Tensor):
                 own = loss.detach()
@@ -452,12 +453,6 @@ _TRAINS_NOTHING = (
 _BETWEEN_RUNS = (
     "{}.step() was called outside of strategy.run, with gradients that no run has made. If each worker has made "
     "them of its own rows, the workers will have different models: call the step by strategy.run(step, args=(batch,))."
-)
-
-_CLOSURE_OF_TERMS = (
-    "optimizer.step(closure) with gradient_reduction='loss': the terms of the loss were divided by unlike numbers, and "
-    "count differently in each worker, so the loss that the closure returns is not known for the whole batch. Let the "
-    "closure make each mean by torchstrategy.nn.compute_average_loss, and say gradient_reduction='mean'."
 )
 
 _SHARDED_IN_STEP = (
