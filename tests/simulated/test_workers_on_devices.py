@@ -275,7 +275,7 @@ def counted_on_devices(kind: str) -> None:
     """A loss that is a mean over targets, of which each worker has others, waits for no device."""
     sizes, found = (8, 8, 8, 8), []
 
-    def main(rank: int) -> tuple[int, list[torch.Tensor]]:
+    def main(rank: int) -> tuple[int, int, list[torch.Tensor]]:
         device, seen = torch.device("sim", rank), 0
         strategy = strategy_here()
         with strategy.scope(), torch.device(device):
@@ -292,7 +292,8 @@ def counted_on_devices(kind: str) -> None:
             seen = len(trace.synchronizations)
             with torch.device(device):
                 strategy.run(step, args=(batch,), options=torchstrategy.RunOptions(gradient_reduction="loss"))
-        return seen, [p.detach().cpu() for p in model.parameters()]
+        end = len(trace.synchronizations)
+        return seen, end, [p.detach().cpu() for p in model.parameters()]
 
     with virtual_time("H100") as trace:
         results, _ = run_ranks(main, 2)
@@ -303,9 +304,9 @@ def counted_on_devices(kind: str) -> None:
         optimizer.zero_grad()
         of_valid(kind, plain, *batch).backward()
         optimizer.step()
-    for rank, (first, parameters) in enumerate(results):
+    for rank, (first, end, parameters) in enumerate(results):
         torch.testing.assert_close(parameters, [p.detach() for p in plain.parameters()], rtol=1e-12, atol=1e-13)
-        found.append(Counter(one.why for one in trace.synchronizations[first:] if one.host == f"rank {rank}"))
+        found.append(Counter(one.why for one in trace.synchronizations[first:end] if one.host == f"rank {rank}"))
     assert all(waits.keys() <= {"a all_reduce of ranks"} for waits in found), found
 
 

@@ -13,7 +13,7 @@ from torchstrategy._base.distributed_values import check_component_counts
 from torchstrategy._base.options import RunOptions
 from torchstrategy._base.torch_internals import is_profiling
 from torchstrategy._base.trace import traced
-from torchstrategy._base.types import ReplicaFn, StrategyLike, Tree
+from torchstrategy._base.types import Device, ReplicaFn, StrategyLike, Tree
 from torchstrategy._group.group import InlineReplica, ReplicaGroup
 from torchstrategy._group.instruments import performed_alone
 from torchstrategy._group.participants import ReplicaWeights
@@ -55,16 +55,11 @@ def run_on_own_objects(
     # Where the step has the caller's default device, nobody needs to ask for it, which takes long.
     callers_device = torch.get_default_device() if needs_device_context(device) else None
 
-    def make_group() -> ReplicaGroup:
-        replica = InlineReplica(0, device, callers_device)
-        replica.telling = workers.arrive
-        replica.combining = storage.random.for_all_workers
-        return ReplicaGroup(replica, weights, storage.devices, workers)
-
     if weights.is_understudy:
         args, kwargs = distributed_values.for_understudy((args, kwargs))
     args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0) if kwargs else kwargs
     name = getattr(fn, "__name__", type(fn).__name__)
+    make_group = partial(_group_of, storage, weights, callers_device)
     frame, frames = LoneFrame(strategy, make_group), this_thread.frames
 
     def call() -> Tree:
@@ -96,3 +91,11 @@ def run_on_own_objects(
     if watching is not None:
         watching.warn()
     return None if result is None else weights.regrouped({0: result}, workers, are_results=True)
+
+
+def _group_of(storage: OwnObjects, weights: ReplicaWeights, callers_device: Device | None) -> ReplicaGroup:
+    """The replica, as it synchronizes with those of other workers."""
+    replica = InlineReplica(0, storage.devices[0], callers_device)
+    replica.telling = storage.layout.workers.arrive
+    replica.combining = storage.random.for_all_workers
+    return ReplicaGroup(replica, weights, storage.devices, storage.layout.workers)

@@ -51,6 +51,11 @@ class RunLosses:
         workers: The processes that train together.
         num_local: How many replicas each of them has.
         is_counted: Whether a function of the user's says how much each replica counts.
+
+    Attributes:
+        said: What was given, as it is written in `RunOptions`. None: nothing.
+        reduction: How gradients become one, once each is weighted.
+        settled: The code of the steps at which nobody looks any more, by default.
     """
 
     def __init__(
@@ -62,16 +67,12 @@ class RunLosses:
     ) -> None:
         said = gradient_reduction
         self.said: GradientReduction | None = None if said is None else as_gradient_reduction(said)
+        self.reduction = self.said if isinstance(self.said, ReduceOp) else ReduceOp.MEAN
         self._told = ToldLosses(workers, num_local) if workers.count > 1 else None
         self._first, self._is_counted = workers.index * num_local, is_counted
         self._looks: dict[object, int] = {}  # by the code of a step, how many of its runs have looked
         self._warned: set[object] = set()
-        self.settled: set[object] = set()  # the code of the steps at which nobody looks any more, by default
-
-    @property
-    def reduction(self) -> ReduceOp:
-        """How gradients become one, once each is weighted."""
-        return self.said if isinstance(self.said, ReduceOp) else ReduceOp.MEAN
+        self.settled: set[object] = set()
 
     def begin_run(
         self, fn: ReplicaFn, options: RunOptions, weights: ReplicaWeights, leaves: Sequence[Tree]

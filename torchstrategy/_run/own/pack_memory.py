@@ -89,7 +89,8 @@ class PackMemory:
 
     def multiply_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiplies the sums of gradients, once they are there."""
-        multiply(self._weighed, factor)
+        if self.gradients:  # a pack of nothing but a mark is on the CPU, where the host would wait for the factor
+            multiply(self._weighed, factor)
 
     def sums_of_gradients(self, own: list[Any], are_dense: bool) -> list[torch.Tensor]:
         """The sums over all workers, once they are there: in the memory of this worker's gradients, if it has any.
