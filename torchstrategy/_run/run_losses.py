@@ -22,6 +22,7 @@ from torchstrategy._run.losses.loss_terms import UNREADABLE
 from torchstrategy._run.losses.loss_watchers import GradientsOfReplica, LossNotes, LossWeigher
 from torchstrategy._run.losses.loss_weights import COUNTED, HOW_COUNTED, HOW_SELECTED, LIKE_ROWS, Column, LossWeights
 from torchstrategy._run.losses.told_losses import ToldLosses
+from torchstrategy._run.losses.whole_batch import WholeBatchLook
 from torchstrategy._run.own.lone_losses import LoneLossNotes, LoneLossWeigher
 from torchstrategy._run.own.own_objects import OwnObjects
 
@@ -71,6 +72,8 @@ class RunLosses:
         self._told = ToldLosses(workers, num_local) if workers.count > 1 else None
         self._first, self._is_counted = workers.index * num_local, is_counted
         self._looks: dict[object, int] = {}  # by the code of a step, how many of its runs have looked
+        # By the code of a step: what looks whether it needs the whole batch, and in how many runs it has.
+        self._whole: dict[object, tuple[WholeBatchLook, int]] = {}
         self._warned: set[object] = set()
         self.settled: set[object] = set()
 
@@ -89,6 +92,7 @@ class RunLosses:
             watcher = LossNotes(weights, rows, self._first)
         else:
             return None
+        watcher.look = self._look_of(fn)
         return LossesOfRun(self, watcher, fn, rows or weights.parts_of_all)
 
     def begin_lone_run(
@@ -112,6 +116,7 @@ class RunLosses:
             watcher = storage.notes_of_losses(weights)
         else:
             return None
+        watcher.look = self._look_of(fn)
         return LossesOfRun(self, watcher, fn, weights.rows_of_all or weights.parts_of_all)
 
     def _weighs(self, options: RunOptions) -> bool:
@@ -131,6 +136,15 @@ class RunLosses:
         looks[key] = looks.get(key, 0) + 1
         return True
 
+    def _look_of(self, fn: ReplicaFn) -> WholeBatchLook | None:
+        """What looks, in the first runs of a step, whether its loss needs the whole batch."""
+        key = _code(fn)
+        look, runs = self._whole.get(key) or (WholeBatchLook(), 0)
+        if runs >= LOOKS or key in self._warned or (not runs and len(self._whole) >= MAX_STEPS):
+            return None
+        self._whole[key] = look, runs + 1
+        return look
+
     def warn(self, fn: ReplicaFn, watcher: Watcher | LoneWatcher, rows: Sequence[float]) -> None:
         """After a run: warns, once for each step, if a gradient is not that of the whole batch."""
         key = _code(fn)
@@ -142,7 +156,7 @@ class RunLosses:
                 watcher.compare()
         tells = _tell_by_rows if is_by_rows else _tell_kept
         told = (tells(found, column, rows) for found in watcher.found for column in found.columns)
-        message = next(filter(None, told), None)
+        message = next(filter(None, told), None) or _tell_whole(watcher.look)
         if message is not None:
             self._warned.add(key)
             self._looks[key] = LOOKS
@@ -205,6 +219,19 @@ def _tell_kept(found: LossWeights, column: Column, rows: Sequence[float]) -> str
     return (
         f"The loss of `{{step}}` {why}, so its gradients are weighted by rows. Say how much each replica counts: "
         "RunOptions(examples=lambda batch: ...), or use torchstrategy.nn.compute_average_loss."
+    )
+
+
+def _tell_whole(look: WholeBatchLook | None) -> str | None:
+    if look is None or look.found is None:
+        return None
+    what, node = look.found
+    return (
+        f"The loss of `{{step}}` {what} (`{node}`), and each replica has only its own rows of the batch: its gradient "
+        "is not that of the whole batch, however replicas are weighted. Collect what the loss needs of all rows in the "
+        "step, by torchstrategy.get_replica_context().all_reduce('sum', value) or all_gather(rows, axis=0), through "
+        "which gradients flow; docs/features.md shows it for such losses. If it is meant to be so, say "
+        'gradient_reduction="mean", which hides this.'
     )
 
 

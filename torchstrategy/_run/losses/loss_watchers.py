@@ -32,6 +32,7 @@ from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import Term, read_terms
 from torchstrategy._run.losses.loss_weights import UNREAD, LossWeights, Reading, weigh
 from torchstrategy._run.losses.told_losses import ToldLosses
+from torchstrategy._run.losses.whole_batch import WholeBatchLook
 
 
 class GradientsOfReplica(Protocol):
@@ -59,11 +60,21 @@ class _Watcher:
         weights: How much each replica counts.
         rows: How many rows each replica of all workers has; None: nobody knows.
         first: Which of the replicas of all workers is the first one here.
+
+    Attributes:
+        found: How much the losses of each backward count.
+        look: Looks whether a loss needs the whole batch. None: nobody does.
     """
 
     def __init__(self, weights: ReplicaWeights, rows: Sequence[float] | None, first: int = 0) -> None:
         self._weights, self._rows, self._first = weights, rows, first
         self.found: list[LossWeights] = []
+        self.look: WholeBatchLook | None = None
+
+    def _look_at(self, outputs: Sequence[Any], terms: Sequence[Term], replica: int) -> None:
+        """Looks whether the loss of a replica needs the whole batch, where somebody wants to know it."""
+        if self.look is not None and terms:
+            self.look.look(outputs[0], len(terms), None if self._rows is None else self._rows[self._first + replica])
 
 
 @final
@@ -76,12 +87,15 @@ class LossNotes(_Watcher):
 
     def watching(self, replica: Replica, gradients: GradientsOfReplica) -> losses_run_by:
         """A block in which the losses of a replica are noted. It waits for nobody."""
-        return losses_run_by(partial(self._note, self._notes[replica.index]))
+        return losses_run_by(partial(self._note, replica.index))
 
-    def _note(self, notes: list[Reading], outputs: Sequence[Any], grads: Sequence[Any], run: _Run) -> Any:
+    def _note(self, r: int, outputs: Sequence[Any], grads: Sequence[Any], run: _Run) -> Any:
+        notes = self._notes[r]
         if is_in_replica() and len(notes) < MAX_BACKWARDS:
             with without_unpacking(), undisturbed():
-                notes.append(reading_of(outputs)[0])
+                reading, terms = reading_of(outputs)
+                notes.append(reading)
+                self._look_at(outputs, terms, r)
         return run(outputs, grads)
 
     def compare(self) -> None:
@@ -130,6 +144,7 @@ class LossWeigher(_Watcher):
         if not is_in_replica():
             return run(outputs, grads)
         reading, terms = reading_of(outputs)  # a checkpoint may run its forward again, as the user's code runs
+        self._look_at(outputs, terms, replica.index)
         factors = replica.synchronize(BY_LOSS, self._combined, reading)
         gradients.loss_factor = common_factor(factors)
         if factors is not None and not any(factors):

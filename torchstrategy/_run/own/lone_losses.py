@@ -31,6 +31,7 @@ from torchstrategy._run.losses.told_losses import (
     mark_of,
     when_to_compare,
 )
+from torchstrategy._run.losses.whole_batch import WholeBatchLook
 from torchstrategy._run.own.counted_gradients import CountedGradients
 from torchstrategy._run.own.own_gradients import OwnGradients
 
@@ -103,6 +104,7 @@ class LoneLossWeigher:
         self._is_even = len(set(parts)) == 1 and all(parts)
         self._rows = None if weights.rows_of_all is None else weights.rows_of_all[index]
         self.found: list[LossWeights] = []
+        self.look: WholeBatchLook | None = None  # looks whether a loss needs the whole batch
 
     def watching(self) -> losses_run_by:
         """A block in which the backwards of this thread are weighed."""
@@ -113,6 +115,8 @@ class LoneLossWeigher:
 
     def _weighed(self, outputs: Sequence[Any], grads: Sequence[Any], run: _Run) -> Any:
         reading, terms = reading_of(outputs)  # a checkpoint may run its forward again, as the user's code runs
+        if self.look is not None and terms:
+            self.look.look(outputs[0], len(terms), self._rows)
         self._num_backwards += 1
         self._prepare()
         gradients, place = self._gradients, (self._step, self._num_backwards, self._is_even)
@@ -201,14 +205,16 @@ class LoneLossNotes:
     Args:
         told: Exchanges readings with the other workers.
         weights: How much the replica of each worker counts.
+        index: The number of this worker.
         say: Sets the number.
     """
 
-    def __init__(self, told: ToldLosses, weights: ReplicaWeights, say: Callable[[int], None]) -> None:
-        self._told, self._weights, self._say = told, weights, say
+    def __init__(self, told: ToldLosses, weights: ReplicaWeights, index: int, say: Callable[[int], None]) -> None:
+        self._told, self._weights, self._index, self._say = told, weights, index, say
         self._num_backwards = 0
         self._reading: Reading | None = None
         self.found: list[LossWeights] = []
+        self.look: WholeBatchLook | None = None  # looks whether a loss needs the whole batch
 
     def watching(self) -> losses_run_by:
         """A block in which the losses of this thread are noted."""
@@ -219,7 +225,10 @@ class LoneLossNotes:
         if self._num_backwards > MAX_BACKWARDS:
             return run(outputs, grads)
         with without_unpacking(), undisturbed(), unseen_by_function_modes():
-            self._reading = reading_of(outputs)[0]
+            self._reading, terms = reading_of(outputs)
+            if self.look is not None and terms:
+                rows = self._weights.rows_of_all
+                self.look.look(outputs[0], len(terms), None if rows is None else rows[self._index])
             self._say(_mark_of_counts(self._reading, self._weights.parts[0]))
         try:
             return run(outputs, grads)

@@ -237,7 +237,7 @@ class OwnObjects(Storage):
 
     def notes_of_losses(self, weights: ReplicaWeights) -> LoneLossNotes:
         """Notes what the losses of the next run were divided by."""
-        self._loss_notes = LoneLossNotes(self.losses.told, weights, self._mention_losses)
+        self._loss_notes = LoneLossNotes(self.losses.told, weights, self._workers.index, self._mention_losses)
         return self._loss_notes
 
     def _mention_losses(self, mark: int) -> None:
