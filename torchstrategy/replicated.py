@@ -74,7 +74,7 @@ class ReplicatedExtended(StrategyExtended):
         self._workers, self._streams = storage.layout.workers, storage.layout.streams
         self._num_local = len(storage.devices)  # all workers have the same number of replicas
         self._replicas = Replicas(storage.devices, self._workers.index * self._num_local)
-        self._losses = RunLosses(gradient_reduction, self._workers.count > 1, examples is not None)
+        self._losses = RunLosses(gradient_reduction, self._workers, self._num_local, examples is not None)
         self._gradient_reduction = self._losses.reduction
         self._examples = examples
         self._ops = ops
@@ -147,11 +147,10 @@ class ReplicatedExtended(StrategyExtended):
         try:  # as in a block of `exchanging`, which takes six calls
             if not callable(fn):
                 given_values.refuse_step(fn)
-            self._losses.refuse(options)
             if isinstance(self._storage, OwnObjects):
-                strategy, default = self._container_strategy(), self._gradient_reduction
+                strategy, losses = self._container_strategy(), self._losses
                 counts = self._counts(args, kwargs, options)
-                return run_on_own_objects(strategy, self._storage, fn, args, kwargs, options, default, counts)
+                return run_on_own_objects(strategy, self._storage, fn, args, kwargs, options, losses, counts)
             return self._run_together(fn, args, kwargs, options)
         except BaseException as error:
             self._workers.tell_why(error, "the beginning of a run", self._workers.num_exchanges == before)

@@ -17,7 +17,7 @@ import torchstrategy
 from known_losses import KNOWN, Loss, Net, Rows, ce, each, masked, rows_of
 from topologies import SIMULATED, central, central_in_one_place, mirrored, mirrored_with_copies
 from torchstrategy import LossWeightWarning, RunOptions
-from torchstrategy._run.run_losses import LOOKS, RunLosses
+from torchstrategy._run.run_losses import LOOKS
 from torchstrategy.nn import compute_average_loss, scale_regularization_loss
 
 Make = Callable[..., torchstrategy.Strategy]
@@ -387,16 +387,46 @@ def test_unlike_numbers_of_backwards_are_refused() -> None:
         trained(central(2), loss, rows_of(5), BY_LOSS)
 
 
+def losses_of_closures(strategy: torchstrategy.Strategy, loss: Loss, rows: Rows) -> tuple[list[float], Gradients]:
+    """The losses that an optimizer gets which searches along a line, and where it comes to."""
+    with strategy.scope():
+        net = Net()
+        search = torch.optim.LBFGS(net.body.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+    def step(batch: Any) -> None:
+        def closure() -> torch.Tensor:
+            search.zero_grad()
+            value = loss(net, Rows(*batch))
+            value.backward()
+            return value
+
+        search.step(closure)
+
+    (batch,) = strategy.experimental_distribute_dataset([as_batch(rows)])
+    strategy.run(step, args=(batch,), options=BY_LOSS)
+    (state,) = search.state_dict()["state"].values()
+    return [float(state["prev_loss"])], {name: p.detach().cpu() for name, p in net.body.named_parameters()}
+
+
+@both_kinds
+@pytest.mark.parametrize("loss", [ce, by_mask, by_weights])
+def test_a_closure_has_the_loss_of_the_batch(kind: str, loss: Loss) -> None:
+    rows = rows_of(7)
+    values, expected = losses_of_closures(torchstrategy.get_strategy(), loss, rows)
+    found, parameters = losses_of_closures(KINDS[kind](3), loss, rows)
+    assert found == pytest.approx(values, rel=1e-9)
+    torch.testing.assert_close(parameters, expected, rtol=1e-8, atol=1e-10)
+
+
+@both_kinds
+def test_a_closure_of_unlike_terms_is_refused(kind: str) -> None:
+    with pytest.raises(RuntimeError, match="the terms of the loss were divided by unlike numbers"):
+        losses_of_closures(KINDS[kind](3), with_other_mean, rows_of(7))
+
+
 def test_values_are_not_reduced_by_loss() -> None:
     with pytest.raises(ValueError, match=r"^'loss' is a reduction of gradients only: RunOptions"):
         central(2).reduce("loss", torch.ones(()), axis=None)
-
-
-def test_several_workers_refuse_it() -> None:
-    with pytest.raises(NotImplementedError, match=r"^MultiWorkerMirroredStrategy\(gradient_reduction='loss'\)"):
-        RunLosses("loss", has_others=True)
-    with pytest.raises(NotImplementedError, match=r"^RunOptions\(gradient_reduction='loss'\)"):
-        RunLosses(None, has_others=True).refuse(BY_LOSS)
 
 
 @pytest.mark.parametrize("make", [lambda: torchstrategy.OneDeviceStrategy("cpu"), torchstrategy.get_strategy])

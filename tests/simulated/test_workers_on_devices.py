@@ -271,6 +271,67 @@ def test_a_warm_step_waits_for_no_device(
             assert waits == {"a all_reduce of ranks": 1}
 
 
+def counted_on_devices(kind: str) -> None:
+    """A loss that is a mean over targets, of which each worker has others, waits for no device."""
+    sizes, found = (8, 8, 8, 8), []
+
+    def main(rank: int) -> tuple[int, int, list[torch.Tensor]]:
+        device, seen = torch.device("sim", rank), 0
+        strategy = strategy_here()
+        with strategy.scope(), torch.device(device):
+            torch.manual_seed(0)
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch: Any) -> None:
+            optimizer.zero_grad()
+            of_valid(kind, model, *batch).backward()
+            optimizer.step()
+
+        for batch in strategy.experimental_distribute_dataset(valid_batches(sizes)):
+            seen = len(trace.synchronizations)
+            with torch.device(device):
+                strategy.run(step, args=(batch,), options=torchstrategy.RunOptions(gradient_reduction="loss"))
+        end = len(trace.synchronizations)
+        return seen, end, [p.detach().cpu() for p in model.parameters()]
+
+    with virtual_time("H100") as trace:
+        results, _ = run_ranks(main, 2)
+    torch.manual_seed(0)
+    plain = Net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in valid_batches(sizes):
+        optimizer.zero_grad()
+        of_valid(kind, plain, *batch).backward()
+        optimizer.step()
+    for rank, (first, end, parameters) in enumerate(results):
+        torch.testing.assert_close(parameters, [p.detach() for p in plain.parameters()], rtol=1e-12, atol=1e-13)
+        found.append(Counter(one.why for one in trace.synchronizations[first:end] if one.host == f"rank {rank}"))
+    assert all(waits.keys() <= {"a all_reduce of ranks"} for waits in found), found
+
+
+def of_valid(kind: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if kind == "targets":
+        return nn.functional.cross_entropy(model(x), y)
+    losses, mask = nn.functional.cross_entropy(model(x), y, reduction="none"), y != -100
+    return (losses * mask).sum() / mask.sum().clamp(min=1)
+
+
+def valid_batches(sizes: Sequence[int]) -> list[Any]:
+    """In the second batch, a worker has no valid target."""
+    made = batches(sizes)
+    for k, (_, y) in enumerate(made):
+        y[: (3, 4, 1, 2)[k % 4]] = -100
+    return made
+
+
+@pytest.mark.parametrize("kind", ["targets", "mask"])
+@pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
+def test_a_loss_that_is_counted_waits_for_no_device(kind: str, size: float) -> None:
+    with exact_steps.large_from(size):
+        counted_on_devices(kind)
+
+
 def test_the_streams_of_a_training_do_not_race() -> None:
     def main(rank: int) -> None:
         trained(strategy_here(), lambda: Net(nn.BatchNorm1d(8)), (8, 8, 4))

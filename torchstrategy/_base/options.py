@@ -140,8 +140,8 @@ class RunOptions:
             a loss that the step has divided by the global batch size. `"loss"`: the gradients are averaged, each
             weighted by what the loss of its replica was divided by, such as tokens, class weights or a mask: it is read
             from the graph of the loss when backward begins. What cannot be read is weighted as for `MEAN`, and a
-            `LossWeightWarning` says so. Every replica runs as many backwards then. It is for the replicas of one
-            process. None: the reduction of the strategy.
+            `LossWeightWarning` says so. Every replica runs as many backwards then, in all workers. None: the reduction
+            of the strategy.
         examples: How much each replica counts, for `MEAN`. Either one number for each replica; or a function that is
             called for each replica with the arguments that the step gets there, before any step begins, and that
             returns the number: an int, a float, a bool, or a tensor with one element on any device, which is read. For

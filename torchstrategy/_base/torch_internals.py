@@ -350,10 +350,12 @@ def _run_backward(
     # A backward within this one, as of a reentrant checkpoint, is a part of it.
     _around.backward = _around.losses = None
     try:
-        if around is not None:
+        if of_losses is None:
+            assert around is not None
             return around(functools.partial(run, outputs, grads), makes_graph)
-        assert of_losses is not None
-        return of_losses(outputs, grads, run)
+        if around is None:
+            return of_losses(outputs, grads, run)
+        return of_losses(outputs, grads, lambda roots, given: around(functools.partial(run, roots, given), makes_graph))
     finally:
         _around.backward, _around.losses = around, of_losses
 

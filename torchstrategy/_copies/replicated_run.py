@@ -30,6 +30,7 @@ from torchstrategy._copies.replica_steppers import OptimizerHost, ReplicaOptimiz
 from torchstrategy._copies.run_warnings import PLAIN_BATCH, SharedWrites, trained, warn_of_plain_batch
 from torchstrategy._group.group import Replica
 from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
 from torchstrategy._run.placement import Placement
 from torchstrategy._variables.variable import Variable, is_variable
 
@@ -296,7 +297,12 @@ class ReplicatedRun(OptimizerHost):
     def loss(self, losses: Sequence[Any]) -> Any:
         if any(loss is None for loss in losses):
             return None
-        weights = [self.replica_weights.weights[r] for r in self.replica_weights.present]
+        present, weights = self.replica_weights.present, []
+        for r in present:
+            factor = self.copies.gradients.of_replicas[r].loss_factor
+            if factor is None:
+                raise RuntimeError(CLOSURE_OF_TERMS)
+            weights.append(self.replica_weights.weights[r] * factor)
         here = [loss.cpu() if isinstance(loss, torch.Tensor) else loss for loss in losses]
         total = sum(loss * weight for loss, weight in zip(here, weights, strict=True) if weight)
         workers = self.copies.layout.workers

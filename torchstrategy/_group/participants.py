@@ -59,6 +59,8 @@ class ReplicaWeights:
         has_news: Whether one of several workers has modules or variables that no run has had yet.
         shares: For every replica of this worker, how much of the mean gradient is its own: those of all workers add up
             to 1. None: its fraction of the rows.
+        parts_of_all: The same for the replicas of all workers, in the order of the workers.
+        rows_of_all: How many rows each of these has; None: nobody knows.
     """
 
     present: tuple[int, ...]
@@ -70,6 +72,8 @@ class ReplicaWeights:
     total_weight: float = 1.0
     has_news: bool = False
     shares: tuple[float, ...] | None = None
+    parts_of_all: tuple[float, ...] = ()
+    rows_of_all: tuple[float, ...] | None = None
 
     @property
     def parts(self) -> tuple[float, ...]:
@@ -129,7 +133,7 @@ class ReplicaWeights:
         given = options.examples if counts is None and not callable(options.examples) else counts
         rows = _rows(leaves, options, reduction, given)
         shares = _shares(rows, given, num_replicas)
-        fractions = shares if counts is None or rows is None else rows
+        fractions = rows if rows is not None and (counts is not None or given is None) else shares
         absent = _absent(leaves)
         own = [
             _Told(
@@ -156,6 +160,7 @@ class ReplicaWeights:
             workers.index,
             workers.count,
             has_news=any(have_news),
+            knows_rows=rows is not None and fractions is rows,
         )
 
     @classmethod
@@ -183,9 +188,9 @@ class ReplicaWeights:
             rows_of_all = rows
         if options.examples is not None or counts is not None:
             return cls.of(values, 1, options, default, workers, counts=counts)
-        is_mean = reduction_of(options, default) is ReduceOp.MEAN
+        is_mean, knows_rows = reduction_of(options, default) is ReduceOp.MEAN, rows_of_all is not None
         rows_of_all = rows_of_all or (1,) * workers.count
-        weights, compared = _of_rows(rows_of_all, workers.index, options.run_empty_replicas, is_mean)
+        weights, compared = _of_rows(rows_of_all, workers.index, options.run_empty_replicas, is_mean, knows_rows)
         workers.compare_all(compared)
         return weights
 
@@ -199,6 +204,7 @@ class ReplicaWeights:
         index: int,
         count: int,
         has_news: bool = False,
+        knows_rows: bool = True,
     ) -> ReplicaWeights:
         """The weights, from what is known of each replica of all `count` workers, of which this is number `index`."""
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked;
@@ -223,17 +229,21 @@ class ReplicaWeights:
             total_weight=1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, shares))),
             has_news=has_news,
             shares=tuple(shares[here]),
+            parts_of_all=tuple(shares),
+            rows_of_all=tuple([one.rows for one in everyone]) if knows_rows else None,
         )
 
 
 @functools.lru_cache(maxsize=64)  # most batches of a training have the same number of rows
 def _of_rows(
-    rows_of_all: tuple[int, ...], index: int, runs_empty: bool, is_mean: bool
+    rows_of_all: tuple[int, ...], index: int, runs_empty: bool, is_mean: bool, knows_rows: bool
 ) -> tuple[ReplicaWeights, Sequence[tuple[str, object]]]:
     """The weights, and what the workers compare: lists, which are the very same at each call."""
     reduction = ReduceOp.MEAN if is_mean else ReduceOp.SUM  # not an argument: to look for it would take a call
     everyone = [_Told(share=float(rows), rows=float(rows), is_absent=False, has_rows=rows > 0) for rows in rows_of_all]
-    weights = ReplicaWeights._of_everyone(everyone, 1, runs_empty, reduction, index, len(rows_of_all))
+    weights = ReplicaWeights._of_everyone(
+        everyone, 1, runs_empty, reduction, index, len(rows_of_all), knows_rows=knows_rows
+    )
     compared = [("RunOptions", [reduction.value, runs_empty]), ("the rows of the batch:", list(rows_of_all))]
     return weights, compared
 

@@ -9,9 +9,9 @@ count (`losses`)? What is alike in all workers? It knows no copies: those are in
     example_counts    how much each replica counts, where a function of the user's says so
     given_values      values that replicas are given, or have made: where they are sent, and what they hold
     losses            how much the loss of each replica counts, by what it was divided by
-    run_losses        which runs look at their losses, and what they warn of
     storage           where parameters live, and to which strategy each module and parameter belongs
     module_tensors    the parameters and buffers of modules, and the tensors that learn and are neither
     own               the step of a worker with one replica, on the user's own objects
+    run_losses        which runs look at their losses, and what they warn of
     lone_replica      a run in the only replica of one of several workers
 """

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from torchstrategy._base import distributed_values
 from torchstrategy._base.context import in_use, needs_device_context, this_thread
 from torchstrategy._base.distributed_values import check_component_counts
-from torchstrategy._base.options import ReduceOp, RunOptions
+from torchstrategy._base.options import RunOptions
 from torchstrategy._base.torch_internals import is_profiling
 from torchstrategy._base.trace import traced
-from torchstrategy._base.types import ReplicaFn, StrategyLike, Tree
+from torchstrategy._base.types import Device, ReplicaFn, StrategyLike, Tree
 from torchstrategy._group.group import InlineReplica, ReplicaGroup
 from torchstrategy._group.instruments import performed_alone
 from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy._run.own.own_objects import OwnObjects
+from torchstrategy._run.run_losses import RunLosses
 from torchstrategy.replica_context import LoneFrame, refuse_unfinished
 
 
@@ -27,7 +29,7 @@ def run_on_own_objects(
     args: tuple[Tree, ...],
     kwargs: dict[str, Tree],
     options: RunOptions,
-    default: ReduceOp,
+    losses: RunLosses,
     counts: Sequence[float] | None = None,
 ) -> Tree:
     """Calls the step once, in this worker's replica.
@@ -42,27 +44,22 @@ def run_on_own_objects(
         args: Its positional arguments, with the values of all replicas.
         kwargs: Its keyword arguments.
         options: What the user has said about the run.
-        default: How gradients become one, where the options do not say.
+        losses: What the strategy does about the losses of its steps.
         counts: How much this replica counts, as a function of the user's has said.
     """
     workers = storage.layout.workers
     values = distributed_values.distributed_within((*args, *kwargs.values()))
     check_component_counts(values, 1)
-    weights = ReplicaWeights.of_lone_replicas(values, options, default, workers, counts)
+    weights = ReplicaWeights.of_lone_replicas(values, options, losses.reduction, workers, counts)
     device = storage.devices[0]
     # Where the step has the caller's default device, nobody needs to ask for it, which takes long.
     callers_device = torch.get_default_device() if needs_device_context(device) else None
-
-    def make_group() -> ReplicaGroup:
-        replica = InlineReplica(0, device, callers_device)
-        replica.telling = workers.arrive
-        replica.combining = storage.random.for_all_workers
-        return ReplicaGroup(replica, weights, storage.devices, workers)
 
     if weights.is_understudy:
         args, kwargs = distributed_values.for_understudy((args, kwargs))
     args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0) if kwargs else kwargs
     name = getattr(fn, "__name__", type(fn).__name__)
+    make_group = partial(_group_of, storage, weights, callers_device)
     frame, frames = LoneFrame(strategy, make_group), this_thread.frames
 
     def call() -> Tree:
@@ -82,9 +79,23 @@ def run_on_own_objects(
             frame.ends()
         return result
 
+    # A step that was looked at often enough goes no further way than this.
+    is_settled = options.gradient_reduction is None and getattr(fn, "__code__", None) in losses.settled
+    watching = None if is_settled else losses.begin_lone_run(fn, options, weights, storage, name)
+    watched = call if watching is None else partial(watching.watched, call)
     if is_profiling():
         with traced("run {} [replica {}]", fn, 0):
-            result = storage.run(weights, name, values, (args, kwargs), call)
+            result = storage.run(weights, name, values, (args, kwargs), watched)
     else:
-        result = storage.run(weights, name, values, (args, kwargs), call)
+        result = storage.run(weights, name, values, (args, kwargs), watched)
+    if watching is not None:
+        watching.warn()
     return None if result is None else weights.regrouped({0: result}, workers, are_results=True)
+
+
+def _group_of(storage: OwnObjects, weights: ReplicaWeights, callers_device: Device | None) -> ReplicaGroup:
+    """The replica, as it synchronizes with those of other workers."""
+    replica = InlineReplica(0, storage.devices[0], callers_device)
+    replica.telling = storage.layout.workers.arrive
+    replica.combining = storage.random.for_all_workers
+    return ReplicaGroup(replica, weights, storage.devices, storage.layout.workers)

@@ -6,7 +6,7 @@ something else, and warn. With `gradient_reduction="loss"` every run weighs by t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Protocol, final
@@ -17,9 +17,14 @@ from torchstrategy._base.options import LOSS, NO_OPTIONS, GradientReduction, Red
 from torchstrategy._base.types import ReplicaFn, Tree
 from torchstrategy._group.group import Replica
 from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.workers import LONE, Workers
 from torchstrategy._run.losses.loss_terms import UNREADABLE
 from torchstrategy._run.losses.loss_watchers import GradientsOfReplica, LossNotes, LossWeigher
 from torchstrategy._run.losses.loss_weights import COUNTED, HOW_COUNTED, HOW_SELECTED, LIKE_ROWS, Column, LossWeights
+from torchstrategy._run.losses.told_losses import ToldLosses
+from torchstrategy._run.losses.whole_batch import WholeBatchLook
+from torchstrategy._run.own.lone_losses import LoneLossNotes, LoneLossWeigher
+from torchstrategy._run.own.own_objects import OwnObjects
 
 
 class GradientsOfReplicas(Protocol):
@@ -35,6 +40,7 @@ MAX_STEPS = 64  # of how many steps this is known
 MATTERS = 1e-3  # how much a weight has to differ
 
 Watcher = LossNotes | LossWeigher
+LoneWatcher = LoneLossNotes | LoneLossWeigher
 
 
 @final
@@ -43,69 +49,114 @@ class RunLosses:
 
     Args:
         gradient_reduction: What its constructor was given.
-        has_others: Whether there are several workers.
+        workers: The processes that train together.
+        num_local: How many replicas each of them has.
         is_counted: Whether a function of the user's says how much each replica counts.
+
+    Attributes:
+        said: What was given, as it is written in `RunOptions`. None: nothing.
+        reduction: How gradients become one, once each is weighted.
+        settled: The code of the steps at which nobody looks any more, by default.
     """
 
     def __init__(
-        self, gradient_reduction: ReduceOp | str | None, has_others: bool = False, is_counted: bool = False
+        self,
+        gradient_reduction: ReduceOp | str | None,
+        workers: Workers = LONE,
+        num_local: int = 1,
+        is_counted: bool = False,
     ) -> None:
         said = gradient_reduction
         self.said: GradientReduction | None = None if said is None else as_gradient_reduction(said)
-        self._has_others, self._is_counted = has_others, is_counted
+        self.reduction = self.said if isinstance(self.said, ReduceOp) else ReduceOp.MEAN
+        self._told = ToldLosses(workers, num_local) if workers.count > 1 else None
+        self._first, self._is_counted = workers.index * num_local, is_counted
         self._looks: dict[object, int] = {}  # by the code of a step, how many of its runs have looked
+        # By the code of a step: what looks whether it needs the whole batch, and in how many runs it has.
+        self._whole: dict[object, tuple[WholeBatchLook, int]] = {}
         self._warned: set[object] = set()
-        self.settled: set[object] = set()  # the code of the steps at which nobody looks any more, by default
-        if has_others and self.said == LOSS:
-            raise NotImplementedError(_OF_WORKERS.format(what="MultiWorkerMirroredStrategy"))
-
-    @property
-    def reduction(self) -> ReduceOp:
-        """How gradients become one, once each is weighted."""
-        return self.said if isinstance(self.said, ReduceOp) else ReduceOp.MEAN
-
-    def refuse(self, options: RunOptions) -> None:
-        """Refuses what several workers cannot do."""
-        if options.gradient_reduction == LOSS:
-            raise NotImplementedError(_OF_WORKERS.format(what="RunOptions"))
+        self.settled: set[object] = set()
 
     def begin_run(
         self, fn: ReplicaFn, options: RunOptions, weights: ReplicaWeights, leaves: Sequence[Tree]
     ) -> LossesOfRun | None:
         """What looks at the losses of one run, whose arguments have these leaves; None: nobody."""
-        watcher = self._watcher(fn, options, weights, leaves)
-        return None if watcher is None else LossesOfRun(self, watcher, fn, _rows(leaves) or weights.parts)
-
-    def _watcher(
-        self, fn: ReplicaFn, options: RunOptions, weights: ReplicaWeights, leaves: Sequence[Tree]
-    ) -> Watcher | None:
-        if len(weights.present) < 2 or self._has_others or weights.reduction is not ReduceOp.MEAN:
+        has_several = self._told is not None or len(weights.present) > 1
+        if weights.reduction is not ReduceOp.MEAN or not has_several:
             return None
-        said = options.gradient_reduction or self.said
-        if said == LOSS:
-            return LossWeigher(weights, _rows(leaves))
+        rows = weights.rows_of_all if self._told is not None else _rows(leaves)
+        watcher: Watcher
+        if self._weighs(options):
+            watcher = LossWeigher(weights, rows, self._first, self._told)
+        elif len(weights.present) > 1 and self._looks_at(fn, options):
+            watcher = LossNotes(weights, rows, self._first)
+        else:
+            return None
+        watcher.look = self._look_of(fn)
+        return LossesOfRun(self, watcher, fn, rows or weights.parts_of_all)
+
+    def begin_lone_run(
+        self, fn: ReplicaFn, options: RunOptions, weights: ReplicaWeights, storage: OwnObjects, step: str
+    ) -> LossesOfRun | None:
+        """The same for the only replica of one of several workers.
+
+        Args:
+            fn: The step.
+            options: What the user has said about the run.
+            weights: How much the replica of each worker counts.
+            storage: What the step uses.
+            step: What to call the step.
+        """
+        if weights.reduction is not ReduceOp.MEAN:
+            return None
+        watcher: LoneWatcher
+        if self._weighs(options):
+            watcher = storage.weigher_of_losses(weights, step)
+        elif self._looks_at(fn, options):
+            watcher = storage.notes_of_losses(weights)
+        else:
+            return None
+        watcher.look = self._look_of(fn)
+        return LossesOfRun(self, watcher, fn, weights.rows_of_all or weights.parts_of_all)
+
+    def _weighs(self, options: RunOptions) -> bool:
+        return (options.gradient_reduction or self.said) == LOSS
+
+    def _looks_at(self, fn: ReplicaFn, options: RunOptions) -> bool:
+        """Whether a run looks at its losses to warn: the first few of a step, if nobody has said how replicas count."""
         key, looks = _code(fn), self._looks
+        said = options.gradient_reduction or self.said
         if said is not None or self._is_counted or options.examples is not None:
             if options == NO_OPTIONS and len(self.settled) < MAX_STEPS:
                 self.settled.add(key)
-            return None
+            return False
         if looks.get(key, 0) >= LOOKS or (key not in looks and len(looks) >= MAX_STEPS):
             self.settled.add(key)
-            return None
+            return False
         looks[key] = looks.get(key, 0) + 1
-        return LossNotes(weights, _rows(leaves))
+        return True
 
-    def warn(self, fn: ReplicaFn, watcher: Watcher, rows: Sequence[float]) -> None:
+    def _look_of(self, fn: ReplicaFn) -> WholeBatchLook | None:
+        """What looks, in the first runs of a step, whether its loss needs the whole batch."""
+        key = _code(fn)
+        look, runs = self._whole.get(key) or (WholeBatchLook(), 0)
+        if runs >= LOOKS or key in self._warned or (not runs and len(self._whole) >= MAX_STEPS):
+            return None
+        self._whole[key] = look, runs + 1
+        return look
+
+    def warn(self, fn: ReplicaFn, watcher: Watcher | LoneWatcher, rows: Sequence[float]) -> None:
         """After a run: warns, once for each step, if a gradient is not that of the whole batch."""
         key = _code(fn)
         if key in self._warned:
             return
-        if isinstance(watcher, LossNotes):
+        is_by_rows = isinstance(watcher, (LossNotes, LoneLossNotes))
+        if is_by_rows:
             with suppress(RuntimeError, TypeError, ValueError):  # to look must not stop a training
                 watcher.compare()
-        tells = _tell_by_rows if isinstance(watcher, LossNotes) else _tell_kept
+        tells = _tell_by_rows if is_by_rows else _tell_kept
         told = (tells(found, column, rows) for found in watcher.found for column in found.columns)
-        message = next(filter(None, told), None)
+        message = next(filter(None, told), None) or _tell_whole(watcher.look)
         if message is not None:
             self._warned.add(key)
             self._looks[key] = LOOKS
@@ -120,26 +171,26 @@ class LossesOfRun:
         of_all: What the strategy knows of its steps.
         watcher: Looks at the losses.
         fn: The step.
-        rows: How many rows each replica has, or how much it counts.
+        rows: How many rows each replica of all workers has, or how much it counts.
     """
 
-    def __init__(self, of_all: RunLosses, watcher: Watcher, fn: ReplicaFn, rows: Sequence[float]) -> None:
+    def __init__(self, of_all: RunLosses, watcher: Watcher | LoneWatcher, fn: ReplicaFn, rows: Sequence[float]) -> None:
         self._of_all, self._watcher, self._fn, self._rows = of_all, watcher, fn, rows
 
     def watching(self, replica: Replica, gradients: GradientsOfReplicas) -> AbstractContextManager[None]:
         """A block in which the losses of a replica are looked at."""
+        assert isinstance(self._watcher, (LossNotes, LossWeigher))
         return self._watcher.watching(replica, gradients.of_replicas[replica.index])
+
+    def watched(self, call: Callable[[], Tree]) -> Tree:
+        """Calls the step of a lone replica, whose losses are looked at."""
+        assert isinstance(self._watcher, (LoneLossNotes, LoneLossWeigher))
+        with self._watcher.watching():
+            return call()
 
     def warn(self) -> None:
         """Called when the run has ended."""
         self._of_all.warn(self._fn, self._watcher, self._rows)
-
-
-_OF_WORKERS = (
-    "{what}(gradient_reduction='loss'): what a loss was divided by is known to one process only, and this strategy has "
-    "several workers. Say how much each replica counts: RunOptions(examples=lambda batch: ...); or divide by "
-    "torchstrategy.nn.compute_average_loss."
-)
 
 
 def _tell_by_rows(found: LossWeights, column: Column, rows: Sequence[float]) -> str | None:
@@ -168,6 +219,19 @@ def _tell_kept(found: LossWeights, column: Column, rows: Sequence[float]) -> str
     return (
         f"The loss of `{{step}}` {why}, so its gradients are weighted by rows. Say how much each replica counts: "
         "RunOptions(examples=lambda batch: ...), or use torchstrategy.nn.compute_average_loss."
+    )
+
+
+def _tell_whole(look: WholeBatchLook | None) -> str | None:
+    if look is None or look.found is None:
+        return None
+    what, node = look.found
+    return (
+        f"The loss of `{{step}}` {what} (`{node}`), and each replica has only its own rows of the batch: its gradient "
+        "is not that of the whole batch, however replicas are weighted. Collect what the loss needs of all rows in the "
+        "step, by torchstrategy.get_replica_context().all_reduce('sum', value) or all_gather(rows, axis=0), through "
+        "which gradients flow; docs/features.md shows it for such losses. If it is meant to be so, say "
+        'gradient_reduction="mean", which hides this.'
     )
 
 

@@ -305,6 +305,7 @@ class ReplicaGradients:
         """The step begins: from here on `.grad` of this replica's parameters asks this object."""
         self.replica = replica
         self._run.gradients = self
+        self.loss_factor: float | None = 1.0  # see `GradientsOfReplica`
 
     def on_callers_streams(self) -> AbstractContextManager[Any]:
         """A block in which this thread, that of the replica, works on the caller's streams."""

@@ -5,7 +5,8 @@ that was divided by something else gets another weight here, before backward run
 with which it begins by the quotient of the two weights. Where the terms of a loss have unlike weights, backward begins
 at the terms, each with a gradient of its own.
 
-`LossNotes` only looks on: where a strategy weighs by rows and nobody has said that it should, a run warns.
+`LossNotes` only looks on: where a strategy weighs by rows and nobody has said that it should, a run warns. Of several
+workers with several replicas each, each worker compares its own ones, and sends nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +20,29 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from torchstrategy._base.context import is_in_replica, undisturbed
-from torchstrategy._base.torch_internals import hide_from_compiler, losses_run_by, unseen_by_function_modes
+from torchstrategy._base.torch_internals import (
+    hide_from_compiler,
+    is_distributed_tensor,
+    losses_run_by,
+    unseen_by_function_modes,
+)
 from torchstrategy._group.group import Replica
 from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import Term, read_terms
 from torchstrategy._run.losses.loss_weights import UNREAD, LossWeights, Reading, weigh
+from torchstrategy._run.losses.told_losses import ToldLosses
+from torchstrategy._run.losses.whole_batch import WholeBatchLook
 
 
 class GradientsOfReplica(Protocol):
-    """The gradients of one replica, as far as its losses have to do with them."""
+    """The gradients of one replica, as far as its losses have to do with them.
+
+    Attributes:
+        loss_factor: How much more than its rows the loss of the newest backward counts. None: its terms are not alike.
+    """
+
+    loss_factor: float | None
 
     def dropping(self) -> AbstractContextManager[None]:
         """A block in which backward adds nothing to them."""
@@ -44,30 +58,44 @@ class _Watcher:
 
     Args:
         weights: How much each replica counts.
-        rows: How many rows each replica has; None: nobody knows.
+        rows: How many rows each replica of all workers has; None: nobody knows.
+        first: Which of the replicas of all workers is the first one here.
+
+    Attributes:
+        found: How much the losses of each backward count.
+        look: Looks whether a loss needs the whole batch. None: nobody does.
     """
 
-    def __init__(self, weights: ReplicaWeights, rows: Sequence[float] | None) -> None:
-        self._weights, self._rows = weights, rows
+    def __init__(self, weights: ReplicaWeights, rows: Sequence[float] | None, first: int = 0) -> None:
+        self._weights, self._rows, self._first = weights, rows, first
         self.found: list[LossWeights] = []
+        self.look: WholeBatchLook | None = None
+
+    def _look_at(self, outputs: Sequence[Any], terms: Sequence[Term], replica: int) -> None:
+        """Looks whether the loss of a replica needs the whole batch, where somebody wants to know it."""
+        if self.look is not None and terms:
+            self.look.look(outputs[0], len(terms), None if self._rows is None else self._rows[self._first + replica])
 
 
 @final
 class LossNotes(_Watcher):
     """Notes, in each replica, what its losses were divided by. They are compared when the run has ended."""
 
-    def __init__(self, weights: ReplicaWeights, rows: Sequence[float] | None) -> None:
-        super().__init__(weights, rows)
+    def __init__(self, weights: ReplicaWeights, rows: Sequence[float] | None, first: int = 0) -> None:
+        super().__init__(weights, rows, first)
         self._notes: dict[int, list[Reading]] = {r: [] for r in weights.present}
 
     def watching(self, replica: Replica, gradients: GradientsOfReplica) -> losses_run_by:
         """A block in which the losses of a replica are noted. It waits for nobody."""
-        return losses_run_by(partial(self._note, self._notes[replica.index]))
+        return losses_run_by(partial(self._note, replica.index))
 
-    def _note(self, notes: list[Reading], outputs: Sequence[Any], grads: Sequence[Any], run: _Run) -> Any:
+    def _note(self, r: int, outputs: Sequence[Any], grads: Sequence[Any], run: _Run) -> Any:
+        notes = self._notes[r]
         if is_in_replica() and len(notes) < MAX_BACKWARDS:
             with without_unpacking(), undisturbed():
-                notes.append(_reading(outputs)[0])
+                reading, terms = reading_of(outputs)
+                notes.append(reading)
+                self._look_at(outputs, terms, r)
         return run(outputs, grads)
 
     def compare(self) -> None:
@@ -75,14 +103,33 @@ class LossNotes(_Watcher):
         numbers = set(map(len, self._notes.values()))
         if len(numbers) > 1:
             return  # replicas ran unlike numbers of backwards: it is not known which belong together
+        own = sum(self._weights.parts) or 1.0  # other workers have the rest, and nobody asks them
+        parts = [0.0] * self._first + [part / own for part in self._weights.parts]
         for k in range(numbers.pop()):
-            readings = {r: notes[k] for r, notes in self._notes.items()}
-            self.found.append(weigh(readings, self._weights.parts, self._rows))
+            readings = {self._first + r: notes[k] for r, notes in self._notes.items()}
+            self.found.append(weigh(readings, parts, self._rows))
 
 
 @final
 class LossWeigher(_Watcher):
-    """Weighs each backward of the replicas by what its loss was divided by. All replicas meet where one begins."""
+    """Weighs each backward of the replicas by what its loss was divided by. All replicas meet where one begins.
+
+    Args:
+        weights: How much each replica counts.
+        rows: How many rows each replica of all workers has; None: nobody knows.
+        first: Which of the replicas of all workers is the first one here.
+        told: Exchanges readings with other workers. None: there are none.
+    """
+
+    def __init__(
+        self,
+        weights: ReplicaWeights,
+        rows: Sequence[float] | None,
+        first: int = 0,
+        told: ToldLosses | None = None,
+    ) -> None:
+        super().__init__(weights, rows, first)
+        self._told = told
 
     def watching(self, replica: Replica, gradients: GradientsOfReplica) -> losses_run_by:
         """A block in which the backwards of a replica are weighted."""
@@ -96,42 +143,70 @@ class LossWeigher(_Watcher):
     ) -> Any:
         if not is_in_replica():
             return run(outputs, grads)
-        reading, terms = _reading(outputs)  # a checkpoint may run its forward again, as the user's code runs
-        factors = replica.synchronize(_POINT, self._combined, reading)
-        if factors is None:
-            return run(outputs, grads)
-        (loss,), (grad,) = outputs, grads
-        if not any(factors):
+        reading, terms = reading_of(outputs)  # a checkpoint may run its forward again, as the user's code runs
+        self._look_at(outputs, terms, replica.index)
+        factors = replica.synchronize(BY_LOSS, self._combined, reading)
+        gradients.loss_factor = common_factor(factors)
+        if factors is not None and not any(factors):
             # Nothing of its loss counts. The loss may be 0 / 0, and zero times its gradient is NaN. But the replica has
             # run a backward, and its hooks are called.
             with gradients.dropping():
                 return run(outputs, grads)
-        if len(set(factors)) == 1:
-            with undisturbed(), unseen_by_function_modes():
-                grad = grad * factors[0]
-            return run(outputs, [grad])
-        return run(*_roots(loss, grad, terms, factors))
+        return run(*weighted_roots(outputs, grads, terms, factors))
 
     def _combined(self, readings: Sequence[Any]) -> list[list[float] | None]:
         """The factors of the terms of each replica. It runs once for all, on the thread that called `run`."""
-        parts, present = self._weights.parts, self._weights.present
-        found = weigh(dict(zip(present, readings, strict=True)), parts, self._rows, can_split=False)
+        present = self._weights.present
+        own = dict(zip(present, readings, strict=True))
+        parts = self._weights.parts_of_all
+        with undisturbed(), unseen_by_function_modes():
+            of_all = own if self._told is None else self._told.of_all(own, BY_LOSS)
+        found = weigh(of_all, parts, self._rows, can_split=False)
         self.found.append(found)
-        return [found.factors(r, parts[r]) for r in present]
+        return [found.factors(self._first + r, self._weights.parts[r]) for r in present]
 
 
-def _reading(outputs: Sequence[Any]) -> tuple[Reading, list[Term]]:
+def reading_of(outputs: Sequence[Any]) -> tuple[Reading, list[Term]]:
     """What can be read where a backward begins: nothing unless it begins at one number."""
     loss = outputs[0] if len(outputs) == 1 else None
+    if not isinstance(loss, torch.Tensor) or is_distributed_tensor(loss):
+        return UNREAD, []
     with unseen_by_function_modes():
-        value = loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-    if loss is None or value is None:
+        value = loss.detach() if loss.numel() == 1 else None
+    if value is None:
         return UNREAD, []
     terms = read_terms(loss)
     try:
         return Reading.of(terms, value), terms
     except RuntimeError:  # a target whose memory is freed: backward will say so
         return UNREAD, []
+
+
+def common_factor(factors: Sequence[float] | None) -> float | None:
+    """What all terms of a loss are multiplied by; None if some are multiplied by another number than others."""
+    if factors is None:
+        return 1.0
+    return factors[0] if len(set(factors)) == 1 else None
+
+
+def weighted_roots(
+    outputs: Sequence[Any], grads: Sequence[Any], terms: Sequence[Term], factors: Sequence[float] | None
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Where backward begins, and with which gradients, if terms are to be multiplied by these factors.
+
+    Args:
+        outputs: Where it would begin.
+        grads: With which gradients.
+        terms: Those of the loss.
+        factors: One for each term, of which some are not zero. None: nothing is multiplied.
+    """
+    if factors is None:
+        return outputs, grads
+    (loss,), (grad,) = outputs, grads
+    if len(set(factors)) > 1:
+        return _roots(loss, grad, terms, factors)
+    with undisturbed(), unseen_by_function_modes():
+        return outputs, [grad * factors[0]]
 
 
 def _roots(
@@ -151,7 +226,13 @@ def _roots(
     return edges, gradients
 
 
-_POINT = "backward, by gradient_reduction='loss'"  # the name of the synchronization point
+BY_LOSS = "backward, by gradient_reduction='loss'"  # the name of the synchronization point
+
+CLOSURE_OF_TERMS = (
+    "optimizer.step(closure) with gradient_reduction='loss': the terms of the loss were divided by unlike numbers, and "
+    "count differently in each replica, so the loss that the closure returns is not known for the whole batch. Let the "
+    "closure make each mean by torchstrategy.nn.compute_average_loss, and say gradient_reduction='mean'."
+)
 
 hide_from_compiler(LossNotes._note)
 hide_from_compiler(LossWeigher._weighted)

@@ -27,7 +27,7 @@ import torch
 from torchstrategy._base.context import undisturbed
 from torchstrategy._base.torch_internals import unseen_by_function_modes
 from torchstrategy._run.losses.graph_nodes import depends_only_on_parameters
-from torchstrategy._run.losses.loss_terms import DIVISOR, MEAN, NUMBER, SUM, TARGETS, UNREADABLE, Scale, Term
+from torchstrategy._run.losses.loss_terms import DIVISOR, MEAN, NUMBER, SELECTION, SUM, TARGETS, UNREADABLE, Scale, Term
 
 _CLOSE, _CLOSE_OF_FLOATS = 1e-9, 1e-6  # how much equal numbers may differ: float32 has seven digits
 
@@ -44,7 +44,12 @@ BEHIND_HOOKS = "has several terms and passes through backward hooks of a module"
 
 
 class Fact(NamedTuple):
-    """What is known of one term in one replica, without the graph, which is not to be kept alive. See `Term`."""
+    """What is known of one term in one replica, without the graph, which is not to be kept alive. See `Term`.
+
+    `is_rounded` tells that the count was no number of 64 bits, and `likes` how many terms of its source the loss has,
+    each of other targets. `is_awaited` tells that the count is in the memory of an accelerator, for which the host
+    would have to wait, and `has_awaited` that a scale is.
+    """
 
     source: str
     name: str
@@ -55,13 +60,13 @@ class Fact(NamedTuple):
     is_learned: bool
     is_added: bool
     is_hooked: bool
-    targets: tuple[int, ...]
+    is_rounded: bool = False
+    likes: int = 1
+    is_awaited: bool = False
+    has_awaited: bool = False
 
     @classmethod
-    def of(cls, term: Term) -> Fact:
-        source = term.source
-        if source == UNREADABLE and term.node is not None and depends_only_on_parameters(term.node):
-            source = MEAN  # what depends on nothing but parameters is the same in all replicas
+    def of(cls, term: Term, source: str, likes: int) -> Fact:
         return cls(
             source=source,
             name=term.name,
@@ -72,7 +77,10 @@ class Fact(NamedTuple):
             is_learned=term.is_learned,
             is_added=term.is_added,
             is_hooked=term.is_hooked,
-            targets=term.targets,
+            is_rounded=isinstance(term.count, torch.Tensor) and term.count.dtype != torch.float64,
+            likes=likes,
+            is_awaited=isinstance(term.count, torch.Tensor) and not term.count.is_cpu,
+            has_awaited=not all(scale.tensor.is_cpu for scale in term.scales),
         )
 
 
@@ -84,7 +92,9 @@ class Reading(NamedTuple):
 
     @classmethod
     def of(cls, terms: Sequence[Term], value: torch.Tensor | None) -> Reading:
-        return cls(tuple(map(Fact.of, terms)), value)
+        sources = list(map(_source_of, terms))
+        likes = [1] * len(terms) if len(terms) == 1 else _numbers_of_likes(terms, sources)
+        return cls(tuple(map(Fact.of, terms, sources, likes)), value)
 
     @property
     def is_zero(self) -> bool:
@@ -92,7 +102,21 @@ class Reading(NamedTuple):
         return not any(fact.factor for fact in self.facts)
 
 
-UNREAD = Reading((Fact(UNREADABLE, "several tensors", None, 1.0, (), (), False, False, False, ()),), None)
+def _source_of(term: Term) -> str:
+    # What depends on nothing but parameters is the same in all replicas.
+    is_constant = term.source == UNREADABLE and term.node is not None and depends_only_on_parameters(term.node)
+    return MEAN if is_constant else term.source
+
+
+def _numbers_of_likes(terms: Sequence[Term], sources: Sequence[str]) -> list[int]:
+    """For each term, how many of its source there are, each of other targets."""
+    targets: dict[str, set[tuple[int, ...]]] = {}
+    for term, source in zip(terms, sources, strict=True):
+        targets.setdefault(source, set()).add(term.targets)
+    return [len(targets[source]) for source in sources]
+
+
+UNREAD = Reading((Fact(UNREADABLE, "several tensors", None, 1.0, (), (), False, False, False),), None)
 
 
 @final
@@ -168,8 +192,7 @@ def _column(facts: Sequence[Fact], reason: str, counts: Sequence[float], parts: 
     if counts and sum(counts) > 0:
         weights = [count / sum(counts) for count in counts]
     differs = max(abs(weight - part) for weight, part in zip(weights, parts, strict=True))
-    is_rounded = any(isinstance(f.counted, torch.Tensor) and f.counted.dtype != torch.float64 for f in facts)
-    near = _CLOSE_OF_FLOATS if is_rounded and facts[0].source == DIVISOR else _CLOSE
+    near = _CLOSE_OF_FLOATS if any(fact.is_rounded for fact in facts) and facts[0].source == DIVISOR else _CLOSE
     if reason == COUNTED and differs <= near * max(parts):
         reason, weights = LIKE_ROWS, list(parts)  # so that nothing changes, not even by rounding
     return Column(facts[0].source, facts[0].name, reason, tuple(counts), tuple(weights), differs)
@@ -195,7 +218,7 @@ def _judged(
     source = facts[0].source
     if source in (MEAN, SUM, UNREADABLE):
         return (UNREADABLE if source == UNREADABLE else LIKE_ROWS), []
-    likes = [_number_of_likes(fact, reading) for fact, reading in zip(facts, readings, strict=True)]
+    likes = [fact.likes for fact in facts]
     counts = _counts(facts, readings)
     # A single replica that has a say has all that counts.
     if _is_loop(likes, rows) or _is_one_row(facts, readings, rows) or (len(counts) > 1 and _alike(counts)):
@@ -211,19 +234,16 @@ def _judged(
 
 
 def _counts(facts: Sequence[Fact], readings: Sequence[Reading]) -> list[float]:
-    counts = []
-    for fact, reading in zip(facts, readings, strict=True):
-        count = _number(fact.counted)
-        # What `clamp(min=1)` makes of an empty mask.
-        if fact.source == DIVISOR and count == 1 and len(reading.facts) == 1 and reading.value is not None:
-            count = count if _number(reading.value) else 0.0
-        counts.append(count)
-    return counts
+    return [count_of(fact, reading) for fact, reading in zip(facts, readings, strict=True)]
 
 
-def _number_of_likes(fact: Fact, reading: Reading) -> int:
-    """How many terms of this kind the loss has, each of other targets."""
-    return len({other.targets for other in reading.facts if other.source == fact.source})
+def count_of(fact: Fact, reading: Reading) -> float:
+    """What a term was divided by; NaN if it cannot be read."""
+    count = number_of(fact.counted)
+    # What `clamp(min=1)` makes of an empty mask.
+    if fact.source == DIVISOR and count == 1 and len(reading.facts) == 1 and reading.value is not None:
+        return count if number_of(reading.value) else 0.0
+    return count
 
 
 def _is_loop(likes: Sequence[int], rows: Sequence[float] | None) -> bool:
@@ -260,7 +280,7 @@ def _is_by_rows(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[floa
     if _divided_by(facts, rows):
         return True
     for column in zip(*(fact.scales for fact in facts), strict=True):
-        numbers = [_number(scale.tensor) if scale.tensor.numel() == 1 else None for scale in column]
+        numbers = [number_of(scale.tensor) if scale.tensor.numel() == 1 else None for scale in column]
         if all(number in (n, 1 / n) for number, n in zip(numbers, rows, strict=True) if n):
             return True
     return False
@@ -279,6 +299,11 @@ def _is_no_count(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[flo
 
 def _is_by_terms(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None) -> bool:
     return max(likes) > 1 and _divided_by(facts, [max(likes)] * len(facts))
+
+
+def counts_alone(fact: Fact, rows: float | None) -> bool:
+    """Whether the only term of a loss counts whenever counts differ, if all replicas have the same and as many rows."""
+    return fact.source in (TARGETS, DIVISOR, SELECTION) and not (rows == 1 and fact.is_added)
 
 
 def _divided_by(facts: Sequence[Fact], numbers: Sequence[float]) -> bool:
@@ -310,7 +335,7 @@ def _alike(numbers: Sequence[float]) -> bool:
     return not numbers or max(numbers) - min(numbers) <= _CLOSE * max(map(abs, numbers))
 
 
-def _number(value: torch.Tensor | float | None) -> float:
+def number_of(value: torch.Tensor | float | None) -> float:
     """What a count is; NaN if it cannot be read."""
     with suppress(RuntimeError, TypeError):
         return float(value.item() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]

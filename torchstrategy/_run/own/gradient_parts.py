@@ -23,12 +23,29 @@ def with_gradients(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tenso
 _ONLY_NONE = frozenset({type(None)})
 
 
-def weigh(numbers: torch.Tensor, weight: float) -> None:
+def weigh(numbers: torch.Tensor, weight: float | torch.Tensor) -> None:
     """Multiplies numbers in place by the weight of a replica. What does not count may be NaN, and 0 * NaN is NaN."""
-    if not weight:
+    if isinstance(weight, torch.Tensor):  # on an accelerator, for which the host does not wait
+        weight = weight.to(numbers.device)
+        numbers.mul_(weight).masked_fill_(weight == 0, 0)
+    elif not weight:
         numbers.zero_()
     elif weight != 1.0:
         numbers.mul_(weight)
+
+
+def weighed(numbers: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+    """The same numbers times the weight of a replica, in memory of their own."""
+    if isinstance(weight, torch.Tensor) or not weight:
+        copy = numbers.clone()
+        weigh(copy, weight)
+        return copy
+    return numbers * weight
+
+
+def multiply(numbers: torch.Tensor, factor: float | torch.Tensor) -> None:
+    """Multiplies numbers in place."""
+    numbers.mul_(factor.to(numbers.device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def as_dense(gradient: torch.Tensor) -> torch.Tensor:

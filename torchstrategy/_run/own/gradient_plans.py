@@ -149,7 +149,7 @@ def _packs(
         pack.sizes[2] += buffer.numel()
     first = next((pack for pack in packs.values() if _holds_marks(pack)), None)
     if first is None:
-        first = Pack(torch.float32, torch.device("cpu"), [], [], [], [0, 0, 0])
+        first = Pack(torch.float64, torch.device("cpu"), [], [], [], [0, 0, 0])
     return [first, *(pack for pack in packs.values() if pack is not first)]
 
 

@@ -14,6 +14,8 @@ from itertools import chain, repeat
 from operator import mul
 from typing import NamedTuple, final
 
+from torchstrategy._run.own.counted_gradients import NUM_NUMBERS
+
 _BITS_OF_MARK = 32
 _EXACT = 1 << 24  # up to here, float32 has each whole number
 
@@ -24,6 +26,11 @@ class Verdict(NamedTuple):
     all_are_there: bool  # whether all workers have the same `place`
     all_mention_same: bool
     some_leave: bool
+    counts: Sequence[float] = ()  # the sums of the numbers of counts that rode along
+
+
+_NO_COUNTS = (0.0,) * NUM_NUMBERS
+_HEAD = 1 + NUM_NUMBERS  # numbers before the two marks
 
 
 @final
@@ -42,27 +49,29 @@ class MarkFormat:
         bits = 8 if count * 255**2 < _EXACT else 4
         self._num_parts = 2 * _BITS_OF_MARK // bits  # parts and squares of one of the two numbers
         self._parts_of_byte = [_parts_of(byte, bits) for byte in range(256)]
-        self.length = 1 + 2 * self._num_parts
+        self.length = _HEAD + 2 * self._num_parts
 
-    def numbers(self, place: int, mentioned: int, leaves: bool) -> list[float]:
+    def numbers(self, place: int, mentioned: int, leaves: bool, counts: Sequence[float] = _NO_COUNTS) -> list[float]:
         """What a worker tells the others, as numbers that are added up over all workers.
 
         Args:
             place: 32 bits of all that has to be alike: where the worker is, what it has computed, what it trains with.
             mentioned: 32 bits of what need not be alike, but makes a message necessary if it is not.
             leaves: Whether this process will be ended soon.
+            counts: Numbers that are added up, and are no part of the marks.
         """
         both = (place | mentioned << _BITS_OF_MARK).to_bytes(2 * _BITS_OF_MARK // 8, "little")
-        return [float(leaves), *chain.from_iterable(map(self._parts_of_byte.__getitem__, both))]
+        return [float(leaves), *counts, *chain.from_iterable(map(self._parts_of_byte.__getitem__, both))]
 
     def read(self, sums: Sequence[float], own: Sequence[float]) -> Verdict:
         """Reads the sums of the numbers of all workers, of which this one has brought `own`."""
         if_alike = list(map(mul, own, repeat(self._count)))
-        end_of_place = 1 + self._num_parts
+        end_of_place = _HEAD + self._num_parts
         return Verdict(
-            all_are_there=sums[1:end_of_place] == if_alike[1:end_of_place],
+            all_are_there=sums[_HEAD:end_of_place] == if_alike[_HEAD:end_of_place],
             all_mention_same=sums[end_of_place:] == if_alike[end_of_place:],
             some_leave=sums[0] > 0,
+            counts=sums[1:_HEAD],
         )
 
 

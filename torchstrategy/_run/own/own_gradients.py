@@ -28,25 +28,18 @@ from torchstrategy._base.torch_internals import (
     set_raw_grads,
 )
 from torchstrategy._group.participants import ReplicaWeights
-from torchstrategy._group.reductions import sum_of_sparse
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.assigned_gradients import AssignedGradients
-from torchstrategy._run.own.gradient_parts import (
-    add,
-    all_laid_out,
-    as_dense,
-    as_sent,
-    refuse_graphs,
-    weigh,
-    with_gradients,
-)
+from torchstrategy._run.own.counted_gradients import CountedGradients, Settled
+from torchstrategy._run.own.gradient_parts import add, all_laid_out, as_dense, refuse_graphs, with_gradients
 from torchstrategy._run.own.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, KnownPlans
-from torchstrategy._run.own.marks import MarkFormat, Verdict
+from torchstrategy._run.own.marks import Verdict
 from torchstrategy._run.own.pack_memory import PackMemories, PackMemory
+from torchstrategy._run.own.sent_gradients import SentGradients
 from torchstrategy._run.own.trained_tensors import BufferLayout, TrainedTensors
 from torchstrategy._run.own.user_hooks import UserHooks
 
-Arrived = Callable[[], None]  # waits until a sum is there
+_AS_SENT = Settled(1.0, None)
 
 
 # Note [How workers agree without a message]
@@ -99,7 +92,7 @@ class _Predicted(NamedTuple):
 
 
 @final
-class OwnGradients:
+class OwnGradients(SentGradients):
     """The gradients of one worker's only replica.
 
     The thread that called `run` uses it, and during backward the threads on which autograd calls hooks.
@@ -109,11 +102,8 @@ class OwnGradients:
     """
 
     def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self._marks = MarkFormat(workers.count)
-        self.tensors = TrainedTensors([], [], averages_buffers=True)
+        super().__init__(workers)
         self._plans = KnownPlans(self.tensors, workers.can_overlap)
-        self._memories = PackMemories(self._marks.length)
         self._assigned = AssignedGradients(workers)
         # Autograd has a thread for each kind of device, and a model may have parameters on the CPU, too.
         self._sending = threading.Lock()
@@ -134,6 +124,8 @@ class OwnGradients:
             mentions: What else is compared.
         """
         self.weight = 0.0 if weights.is_understudy else weights.weights[0]
+        self.sent_weight = self.weight
+        self.loss_factor = 1.0
         # Running statistics are averaged by rows, also where gradients are added up.
         self._weight_of_buffers = 0.0 if weights.is_understudy else weights.fractions[0]
         self._total_weight = weights.total_weight
@@ -184,13 +176,13 @@ class OwnGradients:
         if have_gradient_hooks(parameters):
             # Backward comes to the parameters of the last layer first, and so do their hooks.
             self._hooks = [UserHooks(p) for p in reversed(parameters) if have_gradient_hooks((p,))]
-        self._expected = self._plans.predicted
+        self._expected = None if self._is_unforeseen else self._plans.predicted
         # Of large gradients, by the positions of their parameters: the sums, those that wait for their turn to be sent,
         # and how often backward has added to them.
-        self._sums: dict[int, torch.Tensor] = {}
-        self._waiting: dict[int, torch.Tensor] = {}
+        self._sums = {}
+        self._waiting = {}
         self._times: dict[int, int] = {}
-        self._under_way: list[Arrived] = []
+        self._under_way = []
         self._handles: list[Any] = []
         # A gradient with a graph is not sent before backward has ended, since it must not be written.
         if not makes_graph and (self._expected is None or self._expected.early):
@@ -225,17 +217,6 @@ class OwnGradients:
         hide_from_compiler(is_there)
         return is_there
 
-    def _send_waiting(self, plan: GradientPlan) -> None:
-        """Sends the large gradients that are there, in the order of the plan, which all workers keep."""
-        while len(self._sums) < len(plan.early) and (i := plan.early[len(self._sums)]) in self._waiting:
-            self._send_large(i, self._waiting.pop(i))
-
-    def _send_large(self, i: int, gradient: torch.Tensor) -> None:
-        with undisturbed():
-            self._sums[i] = gradient = gradient.contiguous()
-            weigh(gradient, self.weight)
-            self._under_way.append(self._workers.begin_all_reduce(gradient.view(-1), self._name))
-
     # The end of a backward
 
     def _end(self, makes_graph: bool) -> None:
@@ -254,16 +235,24 @@ class OwnGradients:
         plan = self._expected
         if plan is None:
             self._compare()
+            if self._counted is not None:
+                self._weigh_as_asked()
             right = self._agree(self._kinds(own), self.tensors.layout_of_written(), self._name)
             memories = self._exchanged(right, own)
         else:
             kinds, buffers, mark, memories = self._predicted or self._send_predicted(plan, own)
             self._await_sums()
             self._verdict = self._marks.read(memories[0].sums_of_numbers(), mark)
-            right = self._right_plan(kinds, buffers, self._name)
-            if (right.kinds, right.buffers) != (plan.kinds, plan.buffers):
-                rest = [i for i in plan.early if right.kinds[i] == SEVERAL]
-                memories = self._exchanged(right, own, rest)
+            settled = _AS_SENT if self._counted is None else self._settle_counts(self._counted)
+            if settled is None:
+                right, memories = self._sent_again(own)
+            else:
+                right = self._right_plan(kinds, buffers, self._name)
+                if (right.kinds, right.buffers) != (plan.kinds, plan.buffers):
+                    rest = [i for i in plan.early if right.kinds[i] == SEVERAL]
+                    memories = self._exchanged(right, own, rest)
+                if settled is not _AS_SENT:
+                    self._weigh_sums(settled, right, memories)
         sparse = {i: self._sparse_sum(i, own[i]) for i in right.sparse} if right.sparse else {}
         if self._verdict is not None and not self._verdict.all_mention_same:
             self._mentions.settle(self._name)
@@ -271,6 +260,22 @@ class OwnGradients:
             self._write_buffers(memories)
         self._plans.note(right)
         return self._put_together(right, own, memories, sparse)
+
+    def _weigh_as_asked(self) -> None:
+        """This worker was to count by a number that travels: all workers tell how much they count instead."""
+        self._counted = None
+        self.multiply_next(self._ask())
+        self._compare()
+
+    def _sent_again(self, own: list[torch.Tensor | None]) -> tuple[GradientPlan, list[PackMemory]]:
+        """Sends all gradients by the weights that all workers tell."""
+        self._weigh_as_asked()
+        for i, gradient in self._locals.items():
+            late = own[i]
+            own[i] = gradient if late is None else gradient + late
+        self._sums, self._locals = {}, {}
+        right = self._agree(self._kinds(own), self.tensors.layout_of_written(), self._name)
+        return right, self._exchanged(right, own)
 
     def _compare(self) -> None:
         """Notes what this exchange compares."""
@@ -284,8 +289,16 @@ class OwnGradients:
         self._compare()
         if not self._counts:  # what the other workers have is what counts
             kinds, buffers = plan.kinds, None if plan.buffers is None else self.tensors.layout()
+        return self._send_with_mark(plan, own, kinds, buffers)
+
+    def _send_with_mark(
+        self, plan: GradientPlan, own: list[torch.Tensor | None], kinds: bytes, buffers: BufferLayout | None
+    ) -> _Predicted:
         mark = self._mark(kinds, buffers, self._name)
-        return _Predicted(kinds, buffers, mark, self._send(plan, own, mark))
+        memories = self._send(plan, own, mark)
+        if self._counted is not None:
+            self._send_total(self._counted)
+        return _Predicted(kinds, buffers, mark, memories)
 
     def _put_together(
         self,
@@ -349,8 +362,11 @@ class OwnGradients:
 
     def _mark(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> list[float]:
         told = kinds if buffers is None else kinds + repr(buffers).encode()
-        place = zlib.crc32(told, self._workers.place(name))
-        return self._marks.numbers(place, self._mentions.number(), self._workers.is_asked_to_leave)
+        place, counted = zlib.crc32(told, self._workers.place(name)), self._counted
+        if counted is None:
+            return self._marks.numbers(place, self._mentions.number(), self._workers.is_asked_to_leave)
+        place ^= counted.mark
+        return self._marks.numbers(place, self._mentions.number(), self._workers.is_asked_to_leave, counted.numbers)
 
     def _agree(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
         """Asks all workers what they have.
@@ -386,82 +402,6 @@ class OwnGradients:
         self._workers.all_leave |= some_leave
         self.has_exchanged = True
 
-    # What is sent
-
-    def _exchanged(
-        self, plan: GradientPlan, own: list[torch.Tensor | None], rest: Sequence[int] = ()
-    ) -> list[PackMemory]:
-        """Sends what was not sent yet, and waits for the sums. Those of large gradients are in `_sums` then.
-
-        Args:
-            plan: What to send.
-            own: The gradients of this worker that it has not sent during backward.
-            rest: The positions of large gradients to which backward has added after the first part was sent.
-
-        Returns:
-            The sums of the others, and of the buffers.
-        """
-        first_parts = {i: self._sums.pop(i) for i in rest}
-        # Zeros for the mark: the sums have the same bits only where what is sent has the same length.
-        memories = self._send(plan, own, [0.0] * self._marks.length)
-        self._await_sums()
-        for i, part in first_parts.items():
-            self._sums[i] = self._sums[i] + part
-        return memories
-
-    def _send(self, plan: GradientPlan, own: list[torch.Tensor | None], mark: list[float]) -> list[PackMemory]:
-        """Begins to send what was not sent yet, and a mark with it. Returns the memory in which the sums will be."""
-        for i in plan.large:
-            if i not in self._sums:
-                self._send_large(i, self._large_of(i, own))
-        buffers = {} if plan.buffers is None else self._buffers_for(plan.buffers, plan)
-        memories = self._memories.of(plan, self.tensors.parameters, buffers)
-        memories[0].put_numbers(mark)
-        for memory in memories:
-            self._send_pack(memory, own, buffers)
-        return memories
-
-    def _await_sums(self) -> None:
-        """Waits until the sums are there."""
-        for arrived in self._under_way:
-            arrived()
-        self._under_way = []
-
-    def _buffers_for(self, layout: BufferLayout, plan: GradientPlan) -> dict[int, torch.Tensor]:
-        """The buffers that a plan sends. Zeros, if this worker has others by now: then it is not the right plan."""
-        if self.tensors.layout() == layout:
-            return {i: buffer for i, buffer in enumerate(self.tensors.buffers) if buffer is not None}
-        devices = {i: pack.device for pack in plan.packs for i in pack.buffers}
-        rows = zip(layout.positions, layout.shapes, layout.dtypes, strict=True)
-        return {i: torch.zeros(shape, dtype=dtype, device=devices[i]) for i, shape, dtype in rows}
-
-    def _large_of(self, i: int, own: list[torch.Tensor | None]) -> torch.Tensor:
-        held, gradient = self._waiting.pop(i, None), own[i]
-        if held is not None:
-            return held
-        return as_sent(gradient, self.tensors.parameters[i])
-
-    def _send_pack(self, memory: PackMemory, own: list[torch.Tensor | None], buffers: dict[int, torch.Tensor]) -> None:
-        """Begins to send a pack."""
-        gradients = self._of_pack(own, memory)
-        if not self._are_dense:
-            positions = memory.pack.gradients
-            gradients = [as_sent(g, self.tensors.parameters[i]) for i, g in zip(positions, gradients, strict=True)]
-        memory.put_gradients(gradients, self.weight)
-        if memory.buffers:
-            memory.put_buffers(buffers, self._weight_of_buffers, self._leads)
-        if memory.num_sent:
-            self._under_way.append(self._workers.begin_all_reduce(memory.sent, self._name))
-
-    def _of_pack(self, own: list[Any], memory: PackMemory) -> list[Any]:
-        """The gradients of a pack."""
-        positions = memory.pack.gradients
-        return own if len(positions) == len(own) else [own[i] for i in positions]
-
-    def _sparse_sum(self, i: int, own: torch.Tensor | None) -> torch.Tensor:
-        weighed = own.coalesce() * self.weight if own is not None and self.weight else None
-        return sum_of_sparse(self._workers, weighed, self.tensors.parameters[i], "a sparse gradient")
-
     # What becomes of the sums
 
     def _hand_out(self, totals: list[torch.Tensor | None]) -> None:
@@ -496,6 +436,32 @@ class OwnGradients:
             self._num_compared = self._workers.num_compared
             plan = self._agree(bytes(len(own)), buffers, self._name)
             self._write_buffers(self._exchanged(plan, own))
+
+    def begin_unforeseen(self, device: torch.device | None) -> None:
+        """The next backward is not what the others foresee: sends zeros, so that all ask and send once more.
+
+        Backward begins after that, since it has to know the weights.
+
+        Args:
+            device: Where the counts of the others travel. None: with their marks.
+        """
+        self._is_unforeseen = True
+        self._num_backwards += 1  # as if it had begun
+        self._name = f"the gradients of backward {self._num_backwards} of {self._step}"
+        if with_gradients(self.tensors.parameters):
+            self.settle_assigned(self._name)
+        self._num_backwards -= 1
+        self._compare()
+        plan = self._expected = self._plans.predicted
+        if plan is None:  # they ask at once
+            return
+        self._counted = CountedGradients.unforeseen(device)
+        self._sums, self._waiting, self._times, self._under_way, self._are_dense = {}, {}, {}, [], False
+        own: list[torch.Tensor | None] = [None] * len(self.tensors.parameters)
+        with undisturbed():
+            self._send_with_mark(plan, own, plan.kinds, plan.buffers)
+            self._await_sums()
+        self._counted, self._locals = None, {}
 
     def settle_assigned(self, point: str, indices: Sequence[int] | None = None) -> None:
         """Makes gradients that the step has assigned those of the whole batch.

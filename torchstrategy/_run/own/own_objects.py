@@ -29,8 +29,10 @@ from torchstrategy._base.torch_internals import run_by
 from torchstrategy._base.types import Tree
 from torchstrategy._data.same_rows import Read, reads_among, refuse_other_reads
 from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
 from torchstrategy._run.metrics import Metric, metrics_among
 from torchstrategy._run.module_tensors import trainable_among
+from torchstrategy._run.own.lone_losses import LoneLosses, LoneLossNotes, LoneLossWeigher
 from torchstrategy._run.own.own_gradients import OwnGradients
 from torchstrategy._run.own.own_random import OwnRandom
 from torchstrategy._run.own.parameter_values import ValuesOfParameters
@@ -89,6 +91,9 @@ class OwnObjects(Storage):
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._follows_first = False  # whether the generators of the workers were found to differ in this run
         self._metrics: list[Metric] = []
+        self.losses = LoneLosses(self._workers)
+        self._loss_notes: LoneLossNotes | None = None
+        self._mark_of_losses = 0
         # The blocks of updates under way whose random numbers are the same in all workers.
         self._updating: list[AbstractContextManager[None]] = []
         tell_of_steps(self)
@@ -153,7 +158,7 @@ class OwnObjects(Storage):
                 raise
             raise lost from error
         finally:
-            self._thread = None
+            self._thread = self._loss_notes = None
             self._updating.clear()
             self.gradients.end_run()
 
@@ -232,18 +237,38 @@ class OwnObjects(Storage):
         """The modules of the scope, with those that were put into them elsewhere."""
         return parts_of(_alive(self._modules.values()))
 
+    def weigher_of_losses(self, weights: ReplicaWeights, step: str) -> LoneLossWeigher:
+        """Weighs the backwards of the next run by what its losses were divided by."""
+        return LoneLossWeigher(self.losses, weights, self.gradients, self._workers.index, step, self._prepare_backward)
+
+    def notes_of_losses(self, weights: ReplicaWeights) -> LoneLossNotes:
+        """Notes what the losses of the next run were divided by."""
+        self._loss_notes = LoneLossNotes(self.losses.told, weights, self._workers.index, self._mention_losses)
+        return self._loss_notes
+
+    def _mention_losses(self, mark: int) -> None:
+        self._mark_of_losses = mark
+
+    def _prepare_backward(self) -> None:
+        if not self.gradients.tensors.is_same():
+            self._take_changed()
+
+    def _take_changed(self) -> None:
+        """Takes the parameters that the modules have by now: a backward begins."""
+        known = self.gradients.tensors.sharded.names()
+        self._take_tensors()
+        if self.gradients.tensors.sharded.names() != known:
+            raise RuntimeError(_SHARDED_IN_STEP)
+        # The step may have made parameters, whose values each worker has drawn for itself.
+        self._values.refuse_other_parameters()
+
     def _run_backward(self, backward: Callable[[], Any], makes_graph: bool) -> Any:
         if not self.gradients.tensors.is_same():
-            known = self.gradients.tensors.sharded.names()
-            self._take_tensors()
-            if self.gradients.tensors.sharded.names() != known:
-                raise RuntimeError(_SHARDED_IN_STEP)
-            # The step may have made parameters, whose values each worker has drawn for itself.
-            self._values.refuse_other_parameters()
+            self._take_changed()
         sharded = self.gradients.tensors.sharded
         if sharded.is_empty:
             return self.gradients.run_backward(backward, makes_graph)
-        with sharded.weighing(self.gradients.weight, self._workers.count):
+        with sharded.weighing(float(self.gradients.sent_weight), self._workers.count):
             return self.gradients.run_backward(backward, makes_graph)
 
     def _run_forward(self, model: Any, forward: Callable[[], Any]) -> Any:
@@ -269,14 +294,20 @@ class OwnObjects(Storage):
         """See `Mentions`: the random generators, what was read, and marks of the values of parameters."""
         # Of plain tuples: what Python prints of a named one comes by several calls.
         self._mark_of_reads = zlib.crc32(repr([*map(tuple, self._reads)]).encode()) if self._reads else 0
-        return zlib.crc32(b"%d %d %d" % (self.random.mark, self._values.mark(), self._mark_of_reads))
+        number = zlib.crc32(b"%d %d %d" % (self.random.mark, self._values.mark(), self._mark_of_reads))
+        return number ^ self._mark_of_losses
 
     def settle(self, name: str) -> None:
         """See `Mentions`."""
-        if len(set(self._workers.all_gather_object(self._mark_of_reads, name))) > 1:
+        notes = self._loss_notes
+        told = (self._mark_of_reads, notes is not None and notes.has_reading)
+        marks, have_notes = zip(*self._workers.all_gather_object(told, name), strict=True)
+        if len(set(marks)) > 1:
             refuse_other_reads(self._workers, self._reads)
         self._values.refuse_others()
         self._follows_first |= self.random.compare(name)
+        if notes is not None and all(have_notes):
+            notes.settle(name)
 
     # Updates
 
@@ -338,7 +369,9 @@ class OwnObjects(Storage):
             loss = closure()
             if loss is None:
                 return None
-            weight = self.gradients.weight
+            if self.gradients.loss_factor is None:
+                raise RuntimeError(CLOSURE_OF_TERMS)
+            weight = self.gradients.weight * self.gradients.loss_factor
             if isinstance(loss, torch.Tensor):
                 own = loss.detach()
             else:

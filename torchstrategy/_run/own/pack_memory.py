@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from torchstrategy._base.torch_internals import foreach_copy_
 from torchstrategy._group.native_dtypes import can_be_added
-from torchstrategy._run.own.gradient_parts import weigh
+from torchstrategy._run.own.gradient_parts import multiply, weigh
 from torchstrategy._run.own.gradient_plans import GradientPlan, Pack
 
 
@@ -57,7 +57,7 @@ class PackMemory:
         self.sent = flat if can_be_added(flat.dtype) else flat.view(torch.uint8)
         self.num_sent = self.sent.numel()
 
-    def put_gradients(self, own: list[torch.Tensor], weight: float) -> None:
+    def put_gradients(self, own: list[torch.Tensor], weight: float | torch.Tensor) -> None:
         """Copies the gradients of this worker into it, and weighs them."""
         if self.gradients:
             foreach_copy_(self.gradients, own)
@@ -86,6 +86,11 @@ class PackMemory:
         """The sums of these numbers over all workers, once they are there."""
         sums: list[float] = self._numbers.tolist()
         return sums
+
+    def multiply_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiplies the sums of gradients, once they are there."""
+        if self.gradients:  # a pack of nothing but a mark is on the CPU, where the host would wait for the factor
+            multiply(self._weighed, factor)
 
     def sums_of_gradients(self, own: list[Any], are_dense: bool) -> list[torch.Tensor]:
         """The sums over all workers, once they are there: in the memory of this worker's gradients, if it has any.
