@@ -12,6 +12,37 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
 
 
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor begin and end in its storage, in bytes."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset())
+    if not tensor.numel():
+        return start * size, start * size
+    last = start + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (last + 1) * size
+
+
+def memory_between_ends(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of the CPU from the first element of a tensor to its last, as bytes: the same memory, and no copy.
+
+    In gaps between the elements there may be what belongs to other tensors.
+    """
+    start, stop = extent(tensor)
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return memory.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor as bytes, one after the other; a copy where they are not so in memory."""
+    return as_in_memory(tensor).contiguous().reshape(-1).view(torch.uint8)
+
+
+def as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The real numbers of a tensor, each as it is in memory."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Writes on a tensor, which may be an expanded one: torch refuses to write on each of its numbers.
 

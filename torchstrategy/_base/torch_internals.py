@@ -186,17 +186,15 @@ _STRIDED = frozenset({torch.strided})
 _layout: Callable[[Any], torch.layout] = _of_tensor.layout.__get__
 
 
-def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[list[object]]]:
-    """What a later look compares, to tell whether some tensors were written, or moved.
-
-    Returns:
-        The versions of the tensors, their addresses, and some lists that say how each tensor reads its memory: its
-        dtype, shape and strides, and whether it is conjugate or negative.
-    """
-    read = [_of_tensor.dtype.__get__, _of_tensor.shape.__get__, torch.Tensor.is_conj, torch.Tensor.is_neg]
+def readings(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
+    """How each of some tensors reads its memory: whether as conjugate, whether as negative, and with which strides."""
+    read: list[Callable[[torch.Tensor], Any]] = [torch.Tensor.is_conj, torch.Tensor.is_neg]
     read.append(torch.Tensor.stride if are_dense(tensors) else _stride_or_layout)
-    how = [_of_each(one, tensors) for one in read]
-    return versions(tensors), pointers(tensors), how
+    return [_of_each(one, tensors) for one in read]
+
+
+def _stride_or_layout(tensor: torch.Tensor) -> object:
+    return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
 # The parts of a flat tensor that lie one after the other, in the shapes of other tensors. In Python it would be two
@@ -206,10 +204,6 @@ unflattened: Callable[[torch.Tensor, _Tensors], Sequence[torch.Tensor]] = torch.
 
 # The reverse: one flat tensor of several of one dtype.
 flattened: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
-
-
-def _stride_or_layout(tensor: torch.Tensor) -> object:
-    return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:

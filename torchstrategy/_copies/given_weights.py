@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.proxies import plain_class
-from torchstrategy._base.torch_internals import versions
 from torchstrategy._base.types import Device
 from torchstrategy._variables.variable import is_variable
 
@@ -135,11 +135,11 @@ def call_with(
         RuntimeError: If forward writes on one, or puts another tensor into its place.
     """
     placed = dict(given)
-    before = versions(list(given.values()))
+    known = Versions(list(given.values()))
     output = torch.func.functional_call(module, placed, inputs, kwargs, tie_weights=False)
-    after = versions(list(given.values()))
-    for (path, tensor), old, new in zip(given.items(), before, after, strict=True):
-        if old != new or placed[path] is not tensor:
+    written = known.written()
+    for position, (path, tensor) in enumerate(given.items()):
+        if position in written or placed[path] is not tensor:
             raise RuntimeError(_WRITTEN.format(path=path))
     return output
 

@@ -22,11 +22,13 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from torchstrategy._base.context import undisturbed
-from torchstrategy._base.objects.changes import TrackedTensors, are_same
+from torchstrategy._base.marks import mark_of
+from torchstrategy._base.objects.changes import are_same
 from torchstrategy._base.objects.proxies import is_torchs, parameters_of, plain_class
 from torchstrategy._base.objects.torch_hooks import others_are_told
-from torchstrategy._base.torch_internals import raw_grad, versions
+from torchstrategy._base.torch_internals import raw_grad, raw_grads
 from torchstrategy._base.trace import traced
+from torchstrategy._base.writes import TrackedTensors
 from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter
 from torchstrategy._copies.replica_steppers import settings_of
 from torchstrategy._group.transfer import brought
@@ -60,7 +62,7 @@ class OptimizerCopies:
         self._known: list[Any] = []
         self._tensors = TrackedTensors([])  # those in it
         # The marks of the gradients with which the user's optimizer begins its step.
-        self._gradients: tuple[list[int], list[int]] = [], []
+        self._gradients: list[tuple[int, int]] = []
         # Replicas on several devices run at the same time, and each may ask for the state of its copy.
         self._lock = threading.Lock()
 
@@ -78,7 +80,7 @@ class OptimizerCopies:
         for copied in self.of_replicas.values():
             copied.bring(optimizer, with_state=has_news)
         self._known = known
-        self._gradients = _marks_of_gradients(optimizer)
+        self._gradients = _mark_gradients(optimizer)
 
     def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived) -> bool:
         """After a step of the user's optimizer: the copies take the same step on the replicas' parameters.
@@ -92,7 +94,7 @@ class OptimizerCopies:
             Whether they took it. They cannot if the gradients are no longer those that the user's optimizer began its
             step with: torch's loops for SGD with nesterov momentum write on gradients, and a closure makes new ones.
         """
-        if _marks_of_gradients(optimizer) != self._gradients:
+        if _mark_gradients(optimizer) != self._gradients:
             return False
         gradients = [(owner, gradient) for owner in owners if (gradient := raw_grad(owner)) is not None]
         for replica, copied in self.of_replicas.items():
@@ -115,9 +117,8 @@ class OptimizerCopies:
 _NOTHING = object()  # what no state has in it
 
 
-def _marks_of_gradients(optimizer: Optimizer) -> tuple[list[int], list[int]]:
-    gradients = [gradient for p in parameters_of(optimizer) if (gradient := raw_grad(p)) is not None]
-    return list(map(id, gradients)), versions(gradients)
+def _mark_gradients(optimizer: Optimizer) -> list[tuple[int, int]]:
+    return list(map(mark_of, raw_grads(parameters_of(optimizer))))
 
 
 @final

@@ -25,8 +25,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._base.context import current_frame, in_use
 from torchstrategy._base.devices import memory_device
+from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.proxies import plain_class, users_own
-from torchstrategy._base.torch_internals import hide_from_compiler, versions
+from torchstrategy._base.torch_internals import hide_from_compiler
 from torchstrategy._base.trace import traced
 from torchstrategy._base.tree import tree_flatten
 from torchstrategy._base.types import Device, Tree
@@ -94,9 +95,8 @@ class ReplicaOptimizer:
     # The groups that the step was shown, on which it may write, and the same groups as they were then.
     _groups: list[dict[str, Any]] = field(default_factory=list)
     _shown: list[dict[str, Any]] = field(default_factory=list)
-    # The tensors of the state that the step was shown, and their versions then.
-    _state: list[torch.Tensor] = field(default_factory=list)
-    _versions: list[int] = field(default_factory=list)
+    # The tensors of the state that the step was shown, with their versions then; None: it was shown none.
+    _shown_state: Versions | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -115,10 +115,9 @@ class ReplicaOptimizer:
                 states = self.own_state()
         else:
             states = {self._local(owner): state for owner, state in users_own(self.optimizer, "state").items()}
-        if not self._state:
+        if self._shown_state is None:
             values = chain.from_iterable(of.values() for of in states.values() if isinstance(of, dict))
-            self._state = [value for value in values if isinstance(value, torch.Tensor)]
-            self._versions = versions(self._state)
+            self._shown_state = Versions([value for value in values if isinstance(value, torch.Tensor)])
         return _Shown(name, {key: _Shown(name, of) if isinstance(of, dict) else of for key, of in states.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -205,7 +204,7 @@ class ReplicaOptimizer:
 
     def forget_settings(self) -> None:
         """Forgets what the step was shown, since an update may have changed settings and state."""
-        self._groups, self._shown, self._state, self._versions = [], [], [], []
+        self._groups, self._shown, self._shown_state = [], [], None
 
     def return_settings(self) -> None:
         """Brings settings that the step wrote on the groups, such as a learning rate, to the user's own optimizer."""
@@ -261,7 +260,8 @@ class ReplicaOptimizer:
         Raises:
             RuntimeError: Naming it.
         """
-        if any(versions(one._state) != one._versions for one in (self, *others.values())):
+        shown_states = [one._shown_state for one in (self, *others.values())]
+        if any(state is not None and state.have_changed() for state in shown_states):
             raise RuntimeError(_STATE_WRITTEN.format(name=plain_class(type(self.optimizer)).__name__))
         written = self.written_settings()
         for replica, other in others.items():

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from torchstrategy._base.context import current_frame, in_use, is_in_replica, undisturbed
 from torchstrategy._base.devices import memory_device
+from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.proxies import is_torchs, parameters_of, plain_class, suspended, users_own
-from torchstrategy._base.torch_internals import version
 from torchstrategy._base.types import Tree
 from torchstrategy._copies.attributes.kept_by_hooks import KeptInRun
 from torchstrategy._copies.attributes.trainers import SharedGlobal, SharedTrainer, Trainer
@@ -194,7 +194,10 @@ class ReplicatedRun(OptimizerHost):
 
     def __post_init__(self) -> None:
         # A variable that is not the strategy's may be assigned, and each replica does so for itself: it is not checked.
-        self._known_outsiders = [(one, name, version(one)) for one, name in self.outsiders if not is_variable(one)]
+        checked = [(tensor, name) for tensor, name in self.outsiders if not is_variable(tensor)]
+        self._names_of_outsiders = [name for _, name in checked]
+        # None: the step names no such tensor, as mostly.
+        self._outsiders_then = Versions([tensor for tensor, _ in checked]) if checked else None
         # The threads that act for all replicas: the caller's; and the first replica's, while an optimizer's loop runs.
         self._threads = {threading.get_ident()}
         # All that replicas have attributes or items of their own of.
@@ -255,7 +258,8 @@ class ReplicatedRun(OptimizerHost):
             writer.refresh()
         for shared in self.shared_trainers:
             shared.refresh()
-        self._known_outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._known_outsiders]
+        if self._outsiders_then is not None:
+            self._outsiders_then.take()
 
     def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
         with self.enter_cross_replica(), self._updating(optimizer, optimizer is not None):
@@ -387,9 +391,9 @@ class ReplicatedRun(OptimizerHost):
             if self._on_other_thread is not None:
                 raise RuntimeError(self._on_other_thread)
             self.copies.replicated.check_unwritten(self.replica_weights.present)
-            for tensor, name, known in self._known_outsiders:
-                if version(tensor) != known:
-                    raise RuntimeError(written_in_replica(name))
+            written = [] if self._outsiders_then is None else self._outsiders_then.written()
+            if written:
+                raise RuntimeError(written_in_replica(self._names_of_outsiders[written[0]]))
 
     def _updating(self, optimizer: Optimizer | None, is_for_optimizer: bool) -> AbstractContextManager[object]:
         self.copies.replicated.check_structure(self.replica_weights.present)

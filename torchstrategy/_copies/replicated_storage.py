@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 
 from torchstrategy._base.context import frames_kept, is_accelerator, is_in_replica, undisturbed
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._base.objects.changes import listen_to_data
 from torchstrategy._base.objects.module_traversal import parts_of
 from torchstrategy._base.objects.proxies import install, is_all_in_dict, is_torchs, parameters_of, uninstall, users_own
 from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.torch_internals import GLOBAL_MODULE_HOOKS
 from torchstrategy._base.trace import traced
 from torchstrategy._base.types import ReplicaFn, Tree
+from torchstrategy._base.writes import listen_to_data
 from torchstrategy._copies.attributes.kept_by_hooks import KeptInRun
 from torchstrategy._copies.attributes.trainers import RunReplicas, SharedGlobal, SharedTrainer, Trainer
 from torchstrategy._copies.device_errors import explain_devices

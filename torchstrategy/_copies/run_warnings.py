@@ -26,9 +26,7 @@ costs much, and a module writes in every run or in none.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any, final
@@ -39,9 +37,10 @@ from torch import nn
 
 from torchstrategy._base.distributed_values import DistributedValues
 from torchstrategy._base.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning, warn
-from torchstrategy._base.objects.changes import extent
+from torchstrategy._base.marks import checksum, mark_of, versions_of
+from torchstrategy._base.memory import extent, memory_between_ends
 from torchstrategy._base.objects.module_traversal import held_plainly
-from torchstrategy._base.torch_internals import raw_grads, unseen_by_function_modes, version, versions
+from torchstrategy._base.torch_internals import raw_grads, unseen_by_function_modes
 from torchstrategy._base.tree import leaves_within
 from torchstrategy._copies.references.step_references import StepReferences
 from torchstrategy._group.group import Watch
@@ -71,8 +70,7 @@ def has_plain_rows(leaves: Sequence[Any]) -> bool:
 
 def trained(parameters: Sequence[torch.Tensor]) -> list[object]:
     """A list that differs, item by item, after some parameters got gradients or were updated."""
-    gradients = raw_grads(parameters)
-    return [*versions(parameters), *((id(g), None if g is None else version(g)) for g in gradients)]
+    return [*versions_of(parameters), *map(mark_of, raw_grads(parameters))]
 
 
 def warn_of_plain_batch(num_replicas: int) -> None:
@@ -210,7 +208,7 @@ class SharedWrites(Watch):
         """Notes the tensors that changed since the last look: these replicas wrote them. With none, nobody did."""
         # On the thread that called `run`, whose own function modes must not see these operations.
         with unseen_by_function_modes():
-            marks = [*versions(self._counted), *map(_digest, self._read)]
+            marks = [*versions_of(self._counted), *map(_checksum, self._read)]
         if running and marks != self._marks:
             who = frozenset(running)
             for (name, tensor), before, now in zip(self._pairs, self._marks, marks, strict=True):
@@ -272,7 +270,7 @@ def _root(name: str) -> str:
     return name.partition("[")[0].partition(".")[0]
 
 
-def _digest(tensor: torch.Tensor) -> int:
+def _checksum(tensor: torch.Tensor) -> int:
     """A checksum of the numbers of a tensor, if they fill one piece of the CPU's memory without gaps; else 0."""
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
     if not is_plain or tensor.device.type != "cpu":
@@ -282,7 +280,7 @@ def _digest(tensor: torch.Tensor) -> int:
     # while they do not use it, as FSDP does by `storage.resize_(0)`.
     if start == stop or stop - start != tensor.nbytes or stop > tensor.untyped_storage().nbytes():
         return 0
-    return zlib.crc32((ctypes.c_char * min(stop - start, _READ)).from_address(tensor.data_ptr()))
+    return checksum(memory_between_ends(tensor), most=_READ)
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from torchstrategy._base.objects.changes import extent
+from torchstrategy._base.memory import extent, storage_of
 from torchstrategy._base.recurrent_layers import flatten_weights
 from torchstrategy._base.torch_internals import flat_weights
 from torchstrategy._base.types import Device
@@ -32,11 +32,10 @@ def copies_of(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Ten
 
 def sharing_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The positions of the tensors that share memory with others of them, in groups."""
-    by_storage: dict[tuple[torch.device, int], list[tuple[int, int, int]]] = {}
+    by_storage: dict[int, list[tuple[int, int, int]]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.layout is torch.strided and tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
-            storage = tensor.device, tensor.untyped_storage().data_ptr()
-            by_storage.setdefault(storage, []).append((*extent(tensor), index))
+            by_storage.setdefault(storage_of(tensor), []).append((*extent(tensor), index))
     groups: list[list[int]] = []
     for extents in by_storage.values():
         if len(extents) > 1:

@@ -27,11 +27,12 @@ from torch import nn
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import PerReplica
 from torchstrategy._base.objects.attribute_contents import COPIED, PLAIN_TYPES
-from torchstrategy._base.objects.changes import MISSING, StepWrites, write_value
+from torchstrategy._base.objects.changes import MISSING
 from torchstrategy._base.objects.module_traversal import HOOK_TABLES, held_plainly
 from torchstrategy._base.objects.proxies import is_all_in_dict
 from torchstrategy._base.torch_internals import GLOBAL_MODULE_HOOKS
 from torchstrategy._base.types import Device, Tree
+from torchstrategy._base.writes import StepWrites, write_value
 from torchstrategy._copies.attributes.trainers import (
     KeptContainer,
     RunReplicas,

@@ -23,11 +23,10 @@ import numpy as np
 import torch
 
 from torchstrategy._base.distributed_values import ABSENT, PerReplica
-from torchstrategy._base.memory import storage_of
+from torchstrategy._base.memory import bits, storage_of
 from torchstrategy._base.objects.attribute_contents import PLAIN, is_container, named_items, write_items
 from torchstrategy._base.types import Device
 from torchstrategy._copies.references.deep_copies import ClosureRebinder, are_alike, is_function
-from torchstrategy._group.native_dtypes import bits
 
 Items = dict[tuple[str, Any], Any]  # what `named_items` returns
 

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from torchstrategy._base.distributed_values import ABSENT, DistributedValues, PerReplica
+from torchstrategy._base.marks import digest_of, version_of
 from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, ITEM, named_items, write_items
 from torchstrategy._base.objects.changes import MISSING, Edit, edits
 from torchstrategy._base.objects.proxies import plain_class
-from torchstrategy._base.torch_internals import version
 from torchstrategy._base.tree import tree_flatten
 from torchstrategy._copies.references.hook_references import MANY
 
@@ -289,7 +289,9 @@ class SharedGlobal:
 
     def _now(self) -> dict[Any, Any]:
         if isinstance(self.thing, torch.Tensor):
-            return {"version": version(self.thing)}
+            # An inference tensor counts no writes, so its numbers are read.
+            numbers = digest_of(self.thing) if self.thing.is_inference() else None
+            return {"version": version_of(self.thing), "numbers": numbers}
         if isinstance(self.thing, np.ndarray):
             return {"numbers": self.thing.tobytes()}
         if isinstance(self.thing, (type, types.ModuleType)):

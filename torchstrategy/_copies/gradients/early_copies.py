@@ -7,7 +7,8 @@ from typing import final
 
 import torch
 
-from torchstrategy._base.torch_internals import raw_grad, unseen_by_function_modes, version
+from torchstrategy._base.marks import version_of
+from torchstrategy._base.torch_internals import raw_grad, unseen_by_function_modes
 from torchstrategy._copies.gradients.replica_gradients import (
     CurrentRun,
     ReplicaParameter,
@@ -51,14 +52,16 @@ class EarlyCopies:
         gradient = raw_grad(self._parameters[index])
         if index in self._wanted and gradient is not None and not gradient.requires_grad and _is_large(gradient):
             with unseen_by_function_modes(), torch.no_grad():
-                self._offered[index] = gradient, version(gradient), leaving(gradient)
+                self._offered[index] = gradient, version_of(gradient), leaving(gradient)
 
     def take(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The copies of those gradients that the replica has when gradients are reduced. They have arrived."""
         offered, self._offered = self._offered, {}
         if offered:
             copy_stream(self._parameters[next(iter(offered))].device, Cargo.GRADIENTS).synchronize()
-        return {i: copy for i, (own, known, copy) in offered.items() if local.get(i) is own and version(own) == known}
+        return {
+            i: copy for i, (own, known, copy) in offered.items() if local.get(i) is own and version_of(own) == known
+        }
 
 
 def _is_large(tensor: torch.Tensor) -> bool:

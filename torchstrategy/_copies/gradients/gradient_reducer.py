@@ -34,6 +34,7 @@ import torch
 
 from torchstrategy._base import torch_internals
 from torchstrategy._base.context import undisturbed
+from torchstrategy._base.marks import version_of
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._base.torch_internals import have_gradient_hooks, raw_grad, raw_grads, set_raw_grads, take_raw_grads
 from torchstrategy._base.trace import traced
@@ -278,7 +279,7 @@ class GradientReducer:
         None if there is none, or somebody has written on the gradient since.
         """
         known = self._arrived.get(id(gradient))
-        return known[2][replica] if known is not None and torch_internals.version(gradient) == known[1] else None
+        return known[2][replica] if known is not None and version_of(gradient) == known[1] else None
 
     def keep(self) -> None:
         """An update begins: if the run fails later, the user's parameters keep the gradients that the update leaves."""
@@ -477,7 +478,7 @@ class GradientReducer:
             gradients = [gradient for gradient in column if gradient is not None]
             # A sum may be a view of the pack in which it was sent, and torch cannot clear a gradient that is a view.
             total[index] = gradient = gradients[0].detach().to(self.owners[index].device)
-            self._arrived[id(gradient)] = gradient, torch_internals.version(gradient), gradients
+            self._arrived[id(gradient)] = gradient, version_of(gradient), gradients
         return total
 
     def _add_up(self, r: int) -> set[int]:

@@ -20,7 +20,8 @@ import torch
 
 from torchstrategy._base import torch_internals
 from torchstrategy._base.context import undisturbed
-from torchstrategy._base.torch_internals import num_nodes, raw_grad, raw_grads, set_raw_grad, take_raw_grads, version
+from torchstrategy._base.marks import version_of
+from torchstrategy._base.torch_internals import num_nodes, raw_grad, raw_grads, set_raw_grad, take_raw_grads
 from torchstrategy._group.device_streams import NO_SIDE_STREAM
 from torchstrategy._group.group import Replica
 from torchstrategy._variables.variable import plain_data, set_plain_data
@@ -211,7 +212,7 @@ class VisibleGradient(NamedTuple):
 
     def was_written(self) -> bool:
         """Whether torch has counted a write on the gradient since the step was shown it."""
-        return self.gradient is not None and self.version is not None and _version(self.gradient) != self.version
+        return self.gradient is not None and self.version is not None and version_of(self.gradient) != self.version
 
     def is_as_shown(self) -> bool:
         """Whether the step has not changed the gradient since it was shown.
@@ -219,7 +220,7 @@ class VisibleGradient(NamedTuple):
         Torch does not count writes through `.data` or by NumPy. In the memory of the CPU the numbers are compared: a
         sample of them, so small that it costs nothing.
         """
-        if self.version is None or self.gradient is None or _version(self.gradient) != self.version:
+        if self.version is None or self.gradient is None or version_of(self.gradient) != self.version:
             return False
         return self.sample is None or torch.equal(_sample(self.gradient), self.sample)
 
@@ -374,7 +375,7 @@ class ReplicaGradients:
             return
         self._let_hooks_see([index])
         view = self.visible.get(index, _NOT_SHOWN)
-        was_shown = view.gradient is not None and not (view.are_zeros and _version(view.gradient) == 0)
+        was_shown = view.gradient is not None and not (view.are_zeros and version_of(view.gradient) == 0)
         if value is not None and was_shown:
             self.with_graph.discard(index)
             self.visible[index] = VisibleGradient(value, is_other=True)
@@ -540,11 +541,7 @@ class EarlyReads(NamedTuple):
 
 def _as_shown(shown: torch.Tensor, accumulated: torch.Tensor) -> VisibleGradient:
     is_compared = accumulated.is_cpu and shown.is_cpu and shown.layout is accumulated.layout is torch.strided
-    return VisibleGradient(shown, version=_version(shown), sample=_sample(accumulated) if is_compared else None)
-
-
-def _version(gradient: torch.Tensor) -> int:
-    return 0 if gradient.is_inference() else version(gradient)
+    return VisibleGradient(shown, version=version_of(shown), sample=_sample(accumulated) if is_compared else None)
 
 
 def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from torchstrategy._base.marks import sum_of_bits
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._copies.gradients.replica_gradients import EarlyReads
 from torchstrategy._group.participants import ReplicaWeights
@@ -76,7 +77,7 @@ class WorkerReduction:
         ):
             if indices:
                 flags[list(indices)] |= flag
-        marks = list(map(_mark, changed.values()))
+        marks = [int(sum_of_bits(gradient)) for gradient in changed.values()]
         self.workers.compare("how many parameters there are:", len(flags))
         own = struct.pack(_MARK * len(marks), *marks)
         of_all = self.workers.all_gather_alike(bytes([self.weights.is_understudy]) + flags.tobytes() + own, _POINT)
@@ -185,19 +186,7 @@ def _where(column: Table) -> set[int]:
     return set(column.nonzero()[0].tolist())
 
 
-def _mark(gradient: torch.Tensor) -> int:
-    """A number of 24 bits that seldom is the same for two gradients: the sum of their bits, read as integers."""
-    values = gradient.detach()
-    if values.is_sparse:
-        values = values.coalesce().values()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    integers = values.contiguous().view(_INTEGERS[values.element_size()])
-    return int(integers.sum(dtype=torch.int64).item()) % _MARKS
-
-
-_MARK = "I"  # as `struct` packs one
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MARKS = 16777213  # a prime below 2 ** 24, so that all bits of the sum count
+_MARK = "q"  # a sum of bits, as `struct` packs it
 
 _DISAGREE = (
     "The workers disagree about the gradient of {}: some cleared or changed what was accumulated and others did not. "

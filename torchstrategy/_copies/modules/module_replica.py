@@ -23,17 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import PerReplica
+from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.attribute_contents import PLAIN, drop, things_in
-from torchstrategy._base.objects.changes import (
-    MISSING,
-    Edit,
-    Snapshot,
-    StepWrites,
-    TrackedTensors,
-    Writes,
-    bring_value,
-    differing,
-)
+from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot
 from torchstrategy._base.objects.module_traversal import (
     HOOK_TABLES,
     TABLES,
@@ -41,8 +33,9 @@ from torchstrategy._base.objects.module_traversal import (
     tables_of,
     tensors_with_attributes,
 )
-from torchstrategy._base.torch_internals import compile_alike, versions
+from torchstrategy._base.torch_internals import compile_alike
 from torchstrategy._base.types import Device
+from torchstrategy._base.writes import StepWrites, TrackedTensors, Writes, bring_value
 from torchstrategy._copies.attributes.kept_by_hooks import KeptByHooks
 from torchstrategy._copies.attributes.late_attributes import Late, postpone
 from torchstrategy._copies.attributes.trainers import in_replica
@@ -291,15 +284,12 @@ class ModuleReplica:
 
     def note_parameters(self) -> None:
         """Says that the parameters agree with the user's: whatever is written on them from here on, the step writes."""
-        self._versions = self._counted()
+        # Most replicas have nothing to look at, and each run asks several times.
+        self._versions = None if self._is_counted_by_users else Versions(self.parameters)
 
     def written_parameters(self) -> list[int]:
         """The positions of parameters on which the step wrote, as far as the user's parameters do not count it."""
-        counted = self._counted()
-        return [] if counted == self._versions else differing((counted,), (self._versions,))
-
-    def _counted(self) -> list[int]:
-        return [] if self._is_counted_by_users else versions(self.parameters)
+        return [] if self._versions is None else self._versions.written()
 
     def can_bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> bool:
         """Whether `bring_buffers` can also bring the attributes that the user has set on buffers."""

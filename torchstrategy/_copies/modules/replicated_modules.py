@@ -25,12 +25,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._base.devices import memory_device
+from torchstrategy._base.marks import Versions
 from torchstrategy._base.memory import storage_of
-from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot, TrackedTensors, Writes, are_same
+from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot, are_same
 from torchstrategy._base.objects.module_traversal import HOOK_FLAGS, HOOK_TABLES, tables_of
 from torchstrategy._base.objects.proxies import has_own_code_only, plain_class
-from torchstrategy._base.torch_internals import have_gradient_hooks, keeping_version, requires_grad_of, versions
+from torchstrategy._base.torch_internals import have_gradient_hooks, keeping_version, requires_grad_of
 from torchstrategy._base.trace import traced
+from torchstrategy._base.writes import TrackedTensors, Writes
 from torchstrategy._copies.attributes.kept_by_hooks import KeptByHooks
 from torchstrategy._copies.attributes.late_attributes import Later, find_late
 from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, written_in_replica
@@ -132,7 +134,7 @@ class ReplicatedModules:
         self._overlaps: list[list[int]] = []
         self._pointers: list[list[int]] = []
         self._overlap_as_before()
-        self._buffer_versions = versions(self._buffers.tensors)  # as the last run left them
+        self._buffer_versions = Versions(self._buffers.tensors)  # as the last run left them
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -171,8 +173,7 @@ class ReplicatedModules:
         changed = sorted({*found.all, *unseen})
         if self._workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
-            are_written = self._buffer_versions != versions(self._buffers.tensors)
-            self._workers.mention(BETWEEN_RUNS, (written, are_written))
+            self._workers.mention(BETWEEN_RUNS, (written, self._buffer_versions.have_changed()))
         if changed:
             if not all(replica.can_bring_buffers(changed, self._buffers) for replica in self.replicas):
                 return False
@@ -241,7 +242,7 @@ class ReplicatedModules:
         return changed
 
     def _uncounted_copies(self, found: Writes, in_run: bool) -> tuple[torch.Tensor, ...]:
-        """The copies that keep their version. See Note [Writes that count, and writes that do not] in `changes`."""
+        """The copies that keep their version. See Note [Writes that count, and writes that do not] in `writes`."""
         positions = found.uncounted if in_run else found.unsure
         return tuple(replica.parameters[index] for replica in self.replicas for index in positions)
 
@@ -326,7 +327,9 @@ class ReplicatedModules:
         averaged. States of metrics are reduced as the metrics say. All else is taken from the first replica.
         """
         lead = self.replicas[weights.present[0]]
-        indices = worker_values.written_anywhere(self._workers, set().union(*self._written))
+        indices = set().union(*self._written)
+        if self._workers.count > 1:
+            indices = worker_values.written_anywhere(self._workers, indices)
         values = self._buffer_values(weights, indices)
         new = self._new_buffers(weights, changes) if changes[0] else {}
         for metric in self.metrics:
@@ -348,7 +351,7 @@ class ReplicatedModules:
         if replaced:
             self._replace_buffers(replaced, lead)
         if self._workers.count > 1:
-            self._buffer_versions = versions(self._buffers.tensors)
+            self._buffer_versions.take()
 
     def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
         """Puts new tensors in the places of buffers of the user's, as the first replica's step did.

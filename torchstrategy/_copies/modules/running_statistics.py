@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence, Set
 
 import torch
 
-from torchstrategy._base.objects.changes import TrackedTensors
 from torchstrategy._base.torch_internals import unflattened
+from torchstrategy._base.writes import TrackedTensors
 from torchstrategy._copies.modules.module_replica import ModuleReplica, differ
 
 

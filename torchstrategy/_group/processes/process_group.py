@@ -19,16 +19,17 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy._base.errors import described
-from torchstrategy._base.memory import write_values
+from torchstrategy._base.marks import digest
+from torchstrategy._base.memory import bits, write_values
 from torchstrategy._base.torch_internals import unflattened
-from torchstrategy._group.native_dtypes import as_addable, bits, from_addable
+from torchstrategy._group.native_dtypes import as_addable, from_addable
 from torchstrategy._group.processes import comparisons, joining
 from torchstrategy._group.processes.blame import guess_lost, told_of_lost
 from torchstrategy._group.processes.inherited import give_back, noting_sockets
 from torchstrategy._group.processes.meeting import name_of
 from torchstrategy._group.processes.operations import Begin, Operation, begin_sum, end_groups, leave_groups, split_sum
 from torchstrategy._group.processes.wire import decode, encode
-from torchstrategy._group.workers import MENTIONED, WorkerError, Workers, digest, packs_of
+from torchstrategy._group.workers import MENTIONED, WorkerError, Workers, packs_of
 
 _PATIENCE_S = 3.0  # in which all workers that wait for others say that they have lost one
 _LOOK = timedelta(seconds=0.25)  # how long a worker waits before it looks whether another one is lost

@@ -41,7 +41,7 @@ from torchstrategy._run.own.gradient_parts import (
     with_gradients,
 )
 from torchstrategy._run.own.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, KnownPlans
-from torchstrategy._run.own.marks import MarkFormat, Verdict
+from torchstrategy._run.own.mark_format import MarkFormat, Verdict
 from torchstrategy._run.own.pack_memory import PackMemories, PackMemory
 from torchstrategy._run.own.trained_tensors import BufferLayout, TrainedTensors
 from torchstrategy._run.own.user_hooks import UserHooks
