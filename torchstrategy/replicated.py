@@ -20,6 +20,7 @@ from torchstrategy._base.distributed_values import DistributedValues, Mirrored, 
 from torchstrategy._base.errors import require_type
 from torchstrategy._base.objects.module_traversal import move
 from torchstrategy._base.options import ReduceOp, RunOptions
+from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.row_lists import own_rows
 from torchstrategy._base.torch_internals import are_parametrizations_cached, parametrizations_computed_anew
 from torchstrategy._base.trace import traced
@@ -437,4 +438,4 @@ def _may_require_grad(value: Tree) -> bool:
     return not isinstance(value, _WITHOUT_TENSORS) and torch.is_grad_enabled()
 
 
-_WITHOUT_TENSORS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_WITHOUT_TENSORS = (*PLAIN, torch.Size)

@@ -10,14 +10,11 @@ not look into them; `leaves_within` and `map_within` do.
 from __future__ import annotations
 
 import copy
-import enum
 import functools
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
-from datetime import date, timedelta
-from pathlib import PurePath
 from typing import Any, final
 
 import torch
@@ -25,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchstrategy._base import torch_internals
 from torchstrategy._base.errors import an
+from torchstrategy._base.plain import PLAIN_TYPES, ROW_OBJECTS
 from torchstrategy._base.torch_internals import TreeSpec
 from torchstrategy._base.types import Tree
 
@@ -71,12 +69,9 @@ def tree_leaves(tree: Tree) -> list[Tree]:
     return leaves
 
 
-PLAIN_LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
+PLAIN_LEAVES = frozenset({torch.Tensor, *PLAIN_TYPES})
 # These, and what else is never looked into: the class of most values of replicas adds itself.
 KNOWN_LEAVES: set[Any] = set(PLAIN_LEAVES)
-
-
-_PLAIN_OBJECTS = (str, bytes, int, float, complex, type(None), enum.Enum, date, timedelta, PurePath)
 
 
 @final
@@ -102,7 +97,7 @@ def _is_plain(value: Tree) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
-    return isinstance(value, _PLAIN_OBJECTS)
+    return isinstance(value, ROW_OBJECTS)
 
 
 def is_container(value: Tree) -> bool:

@@ -27,6 +27,7 @@ from torchstrategy._base.context import current_frame, in_use
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.proxies import plain_class, users_own
+from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.torch_internals import hide_from_compiler
 from torchstrategy._base.trace import traced
 from torchstrategy._base.tree import tree_flatten
@@ -323,7 +324,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
-_COMPARED = (int, float, str, tuple)
+_COMPARED = (*PLAIN, tuple)
 _EVALUATE = object()  # tells the other replicas that the optimizer has called the closure and has no result yet
 
 # The arguments of a method: positional and by keyword.
@@ -423,7 +424,7 @@ def _refuse_different(name: str, brought: Sequence[_Given], host: OptimizerHost)
 def _is_same(value: Any, other: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return value.shape == other.shape and torch.equal(value, other.to(value.device))
-    return value is other or (isinstance(value, (int, float, str)) and value == other)
+    return value is other or (isinstance(value, PLAIN) and bool(value == other))
 
 
 # A compiler that traced these would trace the locks and threads of a synchronization point.

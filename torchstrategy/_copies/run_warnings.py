@@ -50,7 +50,7 @@ from torchstrategy._variables.variable import is_variable
 Named = tuple[str, torch.Tensor]  # a tensor with the name by which the step reaches it
 _READ = 2**24  # so many bytes of a tensor are read at most: a mean or a decay changes all, so it shows in these
 _SHOWN = 3  # at the most so many names are in a message
-_NUMBERS = (bool, int, float, complex, np.number, np.ndarray)
+_NUMERIC = (bool, int, float, complex, np.number, np.ndarray)  # what `np.isclose` compares
 _COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
 
 
@@ -127,10 +127,10 @@ class LostNumbers:
 
 def _are_close(one: Any, other: Any) -> bool:
     """Whether two values hold the same numbers, but for rounding, which differs between devices."""
-    if isinstance(one, _NUMBERS) and isinstance(other, _NUMBERS):
+    if isinstance(one, _NUMERIC) and isinstance(other, _NUMERIC):
         return np.shape(one) == np.shape(other) and bool(np.all(np.isclose(one, other, equal_nan=True)))
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return not isinstance(one, (torch.Tensor, *_NUMBERS)) and not isinstance(other, (torch.Tensor, *_NUMBERS))
+        return not isinstance(one, (torch.Tensor, *_NUMERIC)) and not isinstance(other, (torch.Tensor, *_NUMERIC))
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     other = other.to(one.device)
@@ -272,7 +272,7 @@ def _root(name: str) -> str:
 
 def _checksum(tensor: torch.Tensor) -> int:
     """A checksum of the numbers of a tensor, if they fill one piece of the CPU's memory without gaps; else 0."""
-    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    is_plain = type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_nested
     if not is_plain or tensor.device.type != "cpu":
         return 0
     start, stop = extent(tensor)
@@ -283,7 +283,7 @@ def _checksum(tensor: torch.Tensor) -> int:
     return checksum(memory_between_ends(tensor), most=_READ)
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _BY_SEVERAL = (
     "In one run, {count} replicas wrote in place on {names}: a tensor that is neither in a module of the strategy nor "
     "in a torchstrategy.Variable is one for all replicas. That is right for a count (hits.add_(hits_in_these_rows)) "

@@ -7,17 +7,12 @@ attributes on tensors, too, as in `weight.is_expert = True`.
 from __future__ import annotations
 
 import copyreg
-import enum
 import functools
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
-from fractions import Fraction
 from itertools import chain
-from pathlib import PurePath
 from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
 
@@ -26,12 +21,11 @@ import torch
 from torch import nn
 
 from torchstrategy._base.distributed_values import PerReplica
+from torchstrategy._base.plain import PLAIN, PLAIN_TYPES
 
-_NUMBERS = (bool, int, float, complex, np.generic, Decimal, Fraction, datetime, date, time, timedelta)
-PLAIN = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range, slice, PurePath)
-PLAIN_TYPES = {bool, int, float, complex, str, bytes, type(None)}
 SEQUENCES = (list, deque, set)
-COPIED = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, types.SimpleNamespace)
+# The containers of Python's own that a step may change in place. `type(value) in` them: a subclass may hold more.
+OPEN_CONTAINERS = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, types.SimpleNamespace)
 # The attributes of functions are not looked at, since replicas share functions. Modules are not looked at either, since
 # other files compare them.
 _CLOSED = (*PLAIN, torch.Tensor, nn.Module, np.ndarray, torch.Generator, types.ModuleType, type)
@@ -220,7 +214,7 @@ def is_container(value: Any) -> bool:
     Such an object has no lock, file or random generator, and nothing that is called.
     """
     cls: Any = type(value)
-    if isinstance(value, (tuple, frozenset)) or cls in COPIED:
+    if isinstance(value, (tuple, frozenset)) or cls in OPEN_CONTAINERS:
         return True
     is_usual = (cls.__reduce__, cls.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__)
     is_closed = isinstance(value, (*_CLOSED, *_CALLED)) or cls.__module__.split(".")[0] in ("torch", "torchstrategy")

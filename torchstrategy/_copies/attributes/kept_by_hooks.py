@@ -26,10 +26,11 @@ from torch import nn
 
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._base.objects.attribute_contents import COPIED, PLAIN_TYPES
+from torchstrategy._base.objects.attribute_contents import OPEN_CONTAINERS
 from torchstrategy._base.objects.changes import MISSING
 from torchstrategy._base.objects.module_traversal import HOOK_TABLES, held_plainly
 from torchstrategy._base.objects.proxies import is_all_in_dict
+from torchstrategy._base.plain import PLAIN_TYPES
 from torchstrategy._base.torch_internals import GLOBAL_MODULE_HOOKS
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._base.writes import StepWrites, write_value
@@ -427,7 +428,7 @@ def _own_of(thing: Any, device: Device) -> Any:
         return types.CellType()
     if isinstance(thing, torch.Tensor):
         return copies_of([thing], device)[0]
-    if type(thing) in COPIED or isinstance(thing, np.ndarray):
+    if type(thing) in OPEN_CONTAINERS or isinstance(thing, np.ndarray):
         return copy.copy(thing)
     kind: Any = type(thing)
     return kind.__new__(kind)

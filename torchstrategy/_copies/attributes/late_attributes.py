@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._base.objects.attribute_contents import PLAIN, Data, Place, data_in, things_in
+from torchstrategy._base.objects.attribute_contents import Data, Place, data_in, things_in
 from torchstrategy._base.objects.changes import MISSING, Snapshot
 from torchstrategy._base.objects.module_traversal import TORCHS_OWN, computed_by_hooks
 from torchstrategy._base.objects.proxies import Proxy, hidden_subclass, plain_class
+from torchstrategy._base.plain import PLAIN
 
 LARGE = 1000  # entries: to look through fewer in each run costs little
 

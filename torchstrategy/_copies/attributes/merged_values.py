@@ -24,7 +24,8 @@ import torch
 
 from torchstrategy._base.distributed_values import ABSENT, PerReplica
 from torchstrategy._base.memory import bits, storage_of
-from torchstrategy._base.objects.attribute_contents import PLAIN, is_container, named_items, write_items
+from torchstrategy._base.objects.attribute_contents import is_container, named_items, write_items
+from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.types import Device
 from torchstrategy._copies.references.deep_copies import ClosureRebinder, are_alike, is_function
 

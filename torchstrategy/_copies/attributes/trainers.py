@@ -24,6 +24,7 @@ from torchstrategy._base.marks import digest_of, version_of
 from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, ITEM, named_items, write_items
 from torchstrategy._base.objects.changes import MISSING, Edit, edits
 from torchstrategy._base.objects.proxies import plain_class
+from torchstrategy._base.plain import are_equal
 from torchstrategy._base.tree import tree_flatten
 from torchstrategy._copies.references.hook_references import MANY
 
@@ -141,7 +142,7 @@ class Trainer:
             if array is not MISSING:
                 return array
             is_own = True
-        if not is_own and all(_are_equal(value, first) for value in others):
+        if not is_own and all(are_equal(value, first) for value in others):
             return first
         is_kept = self.translation is not None
         if self.run.is_understudy:
@@ -371,18 +372,3 @@ def _still_counts(value: Any) -> bool:
     A number is still a part of a count. Anything else, such as an output, would be taken for rows of this batch.
     """
     return isinstance(value, (int, float, complex))
-
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-
-
-def _are_equal(value: Any, other: Any) -> bool:
-    """Whether two values are the same object, or equal numbers, strings or the like, or tuples of such.
-
-    Two equal tensors, or other objects, count as different: later, one of them may be changed in one replica.
-    """
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, tuple):
-        return len(value) == len(other) and all(map(_are_equal, value, other))
-    return value is other or (isinstance(value, _PLAIN) and bool(value == other))

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import PerReplica
 from torchstrategy._base.marks import Versions
-from torchstrategy._base.objects.attribute_contents import PLAIN, drop, things_in
+from torchstrategy._base.objects.attribute_contents import drop, things_in
 from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot
 from torchstrategy._base.objects.module_traversal import (
     HOOK_TABLES,
@@ -33,6 +33,7 @@ from torchstrategy._base.objects.module_traversal import (
     tables_of,
     tensors_with_attributes,
 )
+from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.torch_internals import compile_alike
 from torchstrategy._base.types import Device
 from torchstrategy._base.writes import StepWrites, TrackedTensors, Writes, bring_value

@@ -22,10 +22,11 @@ import torch
 from torchstrategy._base.distributed_values import ABSENT, PerReplica
 from torchstrategy._base.memory import storage_of
 from torchstrategy._base.objects import attribute_contents as contents
-from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, PLAIN, Place
+from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, Place
 from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot
 from torchstrategy._base.objects.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._base.objects.proxies import plain_class
+from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.types import Device
 from torchstrategy._base.writes import StepWrites, TrackedTensors, bring_value, write_value
 from torchstrategy._copies.attributes.attribute_tables import AttributesOfTensors, by_path, tables_of_tensors

@@ -29,8 +29,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._base.distributed_values import DistributedValues
-from torchstrategy._base.objects.attribute_contents import COPIED, PLAIN, PLAIN_TYPES, is_container, named_items
+from torchstrategy._base.objects.attribute_contents import OPEN_CONTAINERS, is_container, named_items
 from torchstrategy._base.objects.proxies import is_all_in_dict
+from torchstrategy._base.plain import PLAIN, PLAIN_TYPES
 from torchstrategy._copies.references.deep_copies import globals_of, is_users, names_in
 from torchstrategy._copies.references.step_references import NOT_THE_USERS, package_of
 
@@ -133,7 +134,7 @@ class References:
         self.shared.setdefault(id(thing), Found(name, thing))
         if isinstance(thing, type):
             for attribute, held in list(vars(thing).items()):
-                if type(held) in COPIED:
+                if type(held) in OPEN_CONTAINERS:
                     self.look_at(f"{name}.{attribute}", held, Way.FIXED)
 
     def _record(self, name: str, thing: Any, way: Way, holder: int) -> bool:
@@ -151,7 +152,7 @@ class References:
         return is_new
 
     def _look_inside(self, name: str, value: Any, way: Way, functions: int, objects: int) -> None:
-        is_builtin = type(value) in COPIED
+        is_builtin = type(value) in OPEN_CONTAINERS
         if not is_builtin and not objects:
             return
         for cls in () if is_builtin else type(value).__mro__:
@@ -233,7 +234,7 @@ def names_in_method(method: types.MethodType) -> tuple[str, ...]:
 
 def is_kept(value: object) -> bool:
     """Whether a value is an object or a container in which a hook may keep something of a replica's own."""
-    if type(value) in COPIED:
+    if type(value) in OPEN_CONTAINERS:
         return True
     return package_of(type(value)) not in _LIBRARIES and (is_all_in_dict(value) or is_container(value))
 

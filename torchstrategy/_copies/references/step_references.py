@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._base.objects.attribute_contents import attributes, closed_over
+from torchstrategy._base.plain import PLAIN_TYPES
 from torchstrategy._base.types import Tree
 from torchstrategy._copies.references.deep_copies import globals_of
 
@@ -39,10 +40,10 @@ _OBJECTS = 3  # how deep attributes are followed: the model may be an attribute 
 _ITEMS = 256  # how many items of a list or dict are looked at: a history of losses may be long
 _FEW = 32  # how many items a list or dict may have for each of them to be looked into
 
-_DATA = {bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set}
+_DATA = {*PLAIN_TYPES, tuple, list, dict, set}
 
 _MAKE_TRAINERS = (nn.Module, Optimizer, *STEPPERS)
-_NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, str, int, float, type(None))
+_NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, *PLAIN_TYPES)
 NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy", "builtins"}
 
 
