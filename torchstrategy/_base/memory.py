@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
@@ -41,6 +42,15 @@ def as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The real numbers of a tensor, each as it is in memory."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The elements of some dense tensors of one dtype and device, one after the other, in new memory.
+
+    So they are sent, added up or compared by one call. `torch_internals.unflatten` takes them apart again. (Torch's own
+    function for this returns a view if there is one tensor only, on which the caller might write.)
+    """
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -197,13 +197,10 @@ def _stride_or_layout(tensor: torch.Tensor) -> object:
     return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
-# The parts of a flat tensor that lie one after the other, in the shapes of other tensors. In Python it would be two
-# calls for each part, which for small tensors take longer than to add them up.
-unflattened: Callable[[torch.Tensor, _Tensors], Sequence[torch.Tensor]] = torch._utils._unflatten_dense_tensors
-
-
-# The reverse: one flat tensor of several of one dtype.
-flattened: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
+# Views of the parts of a flat tensor that lie one after the other, in the shapes of other tensors: the reverse of
+# `memory.flatten`. In Python it would be two calls for each part, which for small tensors take longer than to add them
+# up.
+unflatten: Callable[[torch.Tensor, _Tensors], Sequence[torch.Tensor]] = torch._utils._unflatten_dense_tensors
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -23,6 +23,7 @@ from torch.nn.parallel import comm
 from torchstrategy._base import torch_internals
 from torchstrategy._base.context import is_accelerator
 from torchstrategy._base.devices import copies_by_itself, memory_device
+from torchstrategy._base.memory import flatten
 from torchstrategy._base.streams import on_stream
 from torchstrategy._base.types import Device
 from torchstrategy._group.copy_streams import Cargo, copy_stream
@@ -116,8 +117,8 @@ def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = Fals
             arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=copies_by_itself(device) or pinned)
             continue
         like = [tensors[index] for index in indices]
-        together = torch.cat([tensor.reshape(-1) for tensor in like])
-        arrived.update(zip(indices, torch_internals.unflattened(together.to(device), like), strict=True))
+        together = flatten(like)
+        arrived.update(zip(indices, torch_internals.unflatten(together.to(device), like), strict=True))
     if pinned:
         torch.accelerator.current_stream(tensors[0].device).synchronize()
     return [arrived[index] for index in range(len(tensors))]
@@ -346,10 +347,10 @@ def bucketed(
         size = total // pieces
         sizes = [*[size] * (pieces - 1), total - size * (pieces - 1)]
         rows = zip(*(columns[index] for index in group), strict=True)
-        buckets = zip(*(torch.cat([tensor.reshape(-1) for tensor in row]).split(sizes) for row in rows), strict=True)
+        buckets = zip(*(flatten(row).split(sizes) for row in rows), strict=True)
         of_replicas = zip(*map(combine, buckets), strict=True)
         arrived = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in of_replicas]
-        results = [[part.clone() for part in torch_internals.unflattened(flat, like)] for flat in arrived]
+        results = [[part.clone() for part in torch_internals.unflatten(flat, like)] for flat in arrived]
         found.update(zip(group, map(list, zip(*results, strict=True)), strict=True))
     return [found[index] for index in range(len(columns))]
 

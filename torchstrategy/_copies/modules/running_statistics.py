@@ -11,7 +11,8 @@ from collections.abc import Hashable, Sequence, Set
 
 import torch
 
-from torchstrategy._base.torch_internals import unflattened
+from torchstrategy._base.memory import flatten
+from torchstrategy._base.torch_internals import unflatten
 from torchstrategy._base.writes import TrackedTensors
 from torchstrategy._copies.modules.module_replica import ModuleReplica, differ
 
@@ -65,14 +66,10 @@ def _average(
     means: dict[int, torch.Tensor] = {}
     for group in groups.values():
         like = [before[i] for i in group]
-        flat = _flatten(like)
-        parts = [_flatten([statistics[i] for i in group]).to(flat.device) for statistics in of_replicas]
+        flat = flatten(like)
+        parts = [flatten([statistics[i] for i in group]).to(flat.device) for statistics in of_replicas]
         weighed = [part * fraction for part, fraction in zip(parts, fractions, strict=True) if fraction]
         is_as_before = torch.stack([part == flat for part in parts]).all(0)
         mean = torch.where(is_as_before, flat, torch.stack(weighed).sum(0))
-        means.update(zip(group, unflattened(mean, like), strict=True))
+        means.update(zip(group, unflatten(mean, like), strict=True))
     return [means[i] for i in range(len(before))]
-
-
-def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])

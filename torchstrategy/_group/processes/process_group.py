@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from torchstrategy._base.errors import described
 from torchstrategy._base.marks import digest
-from torchstrategy._base.memory import bits, write_values
-from torchstrategy._base.torch_internals import unflattened
+from torchstrategy._base.memory import bits, flatten, write_values
+from torchstrategy._base.torch_internals import unflatten
 from torchstrategy._group.native_dtypes import as_addable, from_addable
 from torchstrategy._group.processes import comparisons, joining
 from torchstrategy._group.processes.blame import guess_lost, told_of_lost
@@ -238,7 +238,7 @@ class ProcessGroup(Workers):
             return
         for one, pack in zip(flat, packs, strict=True):
             with torch.no_grad():
-                for tensor, part in zip(pack, unflattened(one.view(pack[0].dtype), pack), strict=True):
+                for tensor, part in zip(pack, unflatten(one.view(pack[0].dtype), pack), strict=True):
                     write_values(tensor, part)
 
     def refuse(self, error: Exception, name: str) -> None:
@@ -471,5 +471,5 @@ class ProcessGroup(Workers):
 
     def _flat(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The elements of tensors of one dtype and device in one new tensor, of a dtype that backends add up."""
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        flat = flatten(map(torch.Tensor.detach, tensors))
         return self._sendable(as_addable(flat))

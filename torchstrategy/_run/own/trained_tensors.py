@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchstrategy._base.marks import version_of, versions_of
+from torchstrategy._base.memory import flatten
 from torchstrategy._base.objects.changes import are_same
 from torchstrategy._base.torch_internals import dtypes, forms, is_distributed_tensor, requires_grad_of, shapes
 from torchstrategy._base.writes import UncountedWrites, write_value
@@ -278,7 +279,4 @@ def _copies_of(values: dict[int, torch.Tensor]) -> list[_Copies]:
     groups: dict[object, dict[int, torch.Tensor]] = {}
     for i, value in values.items():
         groups.setdefault((value.dtype, value.device), {})[i] = value.detach()
-    return [
-        _Copies({i: v.shape for i, v in group.items()}, torch.cat([v.reshape(-1) for v in group.values()]))
-        for group in groups.values()
-    ]
+    return [_Copies({i: v.shape for i, v in group.items()}, flatten(group.values())) for group in groups.values()]
