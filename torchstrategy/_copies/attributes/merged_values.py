@@ -35,10 +35,23 @@ Look = Callable[[str, object, Sequence[object]], None]
 """Compares numbers that are kept with those that other replicas wrote, for a warning: see `LostNumbers.look`."""
 
 
+# Note [Two rules of merging attributes]
+# After a run, a user's object has one value in the place of those that the replicas wrote. There are two rules, and one
+# could not do for both:
+# - That of modules (`ModuleMerger`). A module is called between runs, too, and its forward computes with its
+#   attributes: a `PerReplica` in the place of a number would stop it. So where numbers or statistics differ, the first
+#   replica's stay, and a warning says what is lost. Items of containers are merged one by one.
+# - That of trainers (`Trainer.put_together`), and of what hooks keep. There, an attribute is what a step gives to the
+#   program: of `self.rows = len(inputs)` the first replica's alone would be a wrong answer. So what is not equal in all
+#   replicas becomes a `PerReplica`, and a replica that took no part goes on with what it had.
+# Both leave alone what is the same in all replicas, and let an output be a `PerReplica` that is kept. Buffers have
+# rules of their own (`ReplicatedModules._buffer_values`), and so have the states of metrics (`metrics`).
+
+
 @final
 @dataclass(eq=False)
-class Merger:
-    """Makes one value of those that the replicas have at the end of a run.
+class ModuleMerger:
+    """Makes one value of those that the replicas have at the end of a run. See Note [Two rules of merging attributes].
 
     All methods take the values of the replicas that took part in the run, the first replica's first; `ABSENT` where a
     replica has none.

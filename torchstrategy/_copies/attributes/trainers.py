@@ -5,7 +5,8 @@ A trainer is an object of the user's own class that holds models, optimizers, sc
 Methods of a trainer write on it: `self.fake = self.generator(noise)`, `self.steps += 1`. If all replicas wrote on the
 one object, each would read what another wrote. So during a run each replica has its own attributes, which begin with
 the user's values. After the run they become one set of attributes again: a value that is equal in all replicas stays as
-it is, and values that differ become a `PerReplica`. In the next run, each replica finds its component of that.
+it is, and values that differ become a `PerReplica`. In the next run, each replica finds its component of that. For the
+attributes of modules there is another rule: see Note [Two rules of merging attributes].
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from torchstrategy._base.types import Device
 from torchstrategy._base.writes import StepWrites, TrackedTensors, bring_value, write_value
 from torchstrategy._copies.attributes.attribute_tables import AttributesOfTensors, by_path, tables_of_tensors
 from torchstrategy._copies.attributes.late_attributes import Later
-from torchstrategy._copies.attributes.merged_values import Items, Look, Merger
+from torchstrategy._copies.attributes.merged_values import Items, Look, ModuleMerger
 from torchstrategy._copies.modules.module_replica import ModuleReplica, Originals, uncopyable
 from torchstrategy._copies.modules.waiting_attributes import WaitingAttributes
 from torchstrategy._copies.refusals import refuse_trainable
@@ -276,7 +276,7 @@ class PlainAttributes:
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
             memory = functools.cache(functools.partial(self._memory, [edit.after for edit in edits]))
-            merger = Merger(present, len(self.replicas), users, memory, self.device, look, weights.is_understudy)
+            merger = ModuleMerger(present, len(self.replicas), users, memory, self.device, look, weights.is_understudy)
             for path, (_, original, local) in self._containers.items():
                 if path in changed:
                     merger.is_quiet = self._is_quiet(path)
@@ -313,7 +313,7 @@ class PlainAttributes:
                 edits += [Edit(path, name, MISSING, value) for r in present for name, value in local[r].items()]
         return edits
 
-    def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: Merger) -> None:
+    def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: ModuleMerger) -> None:
         for path, name in dict.fromkeys((edit.place, edit.name) for edit in edits):
             _, original, local = self._tables[path]
             if path in self._modules:
