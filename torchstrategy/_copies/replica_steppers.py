@@ -269,10 +269,11 @@ class ReplicaOptimizer:
             for (i, name), value in other.written_settings().items():
                 own = written.get((i, name), self._central_groups[i].get(name))
                 if isinstance(value, _COMPARED) and isinstance(own, _COMPARED) and own != value:
+                    setting = f"{plain_class(type(self.optimizer)).__name__}.param_groups[{i}][{name!r}]"
                     raise RuntimeError(
-                        f"The replicas set {plain_class(type(self.optimizer)).__name__}.param_groups[{i}][{name!r}] to "
-                        f"different values: {own} in replica {mine} and {value} in replica {replica}. They share the "
-                        "optimizer. Set the same value in each: get_replica_context().all_reduce(...) makes one of all."
+                        f"The replicas set {setting} to different values: {own!r} in replica {mine} and {value!r} in "
+                        f"replica {replica}. They share the optimizer. Set the same value in each: "
+                        "get_replica_context().all_reduce(...) makes one of all."
                     )
 
     @property

@@ -7,6 +7,7 @@ attributes on tensors, too, as in `weight.is_expert = True`.
 from __future__ import annotations
 
 import copyreg
+import dis
 import functools
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -206,6 +207,32 @@ def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         with suppress(ValueError):
             yield name, cell.cell_contents
+
+
+def globals_of(fn: types.FunctionType) -> list[str]:
+    """The global names that a function may use."""
+    return [name for name in globals_in(fn.__code__) if name in fn.__globals__]
+
+
+_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME", "DELETE_NAME"})
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals in a function, and in functions and comprehensions inside it, each once.
+
+    An attribute may have the name of a global that is something else: `optimizer.step()` is no use of a global `step`.
+    """
+    inner = [globals_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    own = [one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS]
+    return tuple(dict.fromkeys([*own, *chain.from_iterable(inner)]))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals and attributes in a function, and in functions and comprehensions inside it, each once."""
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return tuple(dict.fromkeys([*code.co_names, *chain.from_iterable(inner)]))
 
 
 def is_container(value: Any) -> bool:

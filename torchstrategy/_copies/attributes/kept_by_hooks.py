@@ -26,7 +26,7 @@ from torch import nn
 
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._base.objects.attribute_contents import OPEN_CONTAINERS
+from torchstrategy._base.objects.attribute_contents import OPEN_CONTAINERS, names_in
 from torchstrategy._base.objects.changes import MISSING
 from torchstrategy._base.objects.module_traversal import HOOK_TABLES, held_plainly
 from torchstrategy._base.objects.proxies import is_all_in_dict
@@ -42,7 +42,7 @@ from torchstrategy._copies.attributes.trainers import (
     Translation,
     written_globally,
 )
-from torchstrategy._copies.references.deep_copies import ClosureRebinder, is_function, names_in
+from torchstrategy._copies.references.deep_copies import ClosureRebinder, is_function
 from torchstrategy._copies.references.hook_references import References, Way
 from torchstrategy._copies.references.step_references import package_of
 from torchstrategy._copies.tensor_copies import copies_of

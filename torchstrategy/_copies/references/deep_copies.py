@@ -10,19 +10,17 @@ replica gets functions over its own parts.
 from __future__ import annotations
 
 import copy
-import dis
 import functools
 import operator
 import traceback
 import types
 from collections.abc import Container, Mapping
-from itertools import chain
 from typing import Any, TypeGuard, final
 
 import torch
 from torch import nn
 
-from torchstrategy._base.objects.attribute_contents import closed_over
+from torchstrategy._base.objects.attribute_contents import closed_over, globals_of
 
 _DEPTH = 3  # how deep containers are looked into: more than a list of lists is rare
 
@@ -159,32 +157,6 @@ def _is_in(value: object, cell: types.CellType) -> bool:
         return cell.cell_contents is value
     except ValueError:
         return False
-
-
-def globals_of(fn: types.FunctionType) -> list[str]:
-    """The global names that a function may use."""
-    return [name for name in globals_in(fn.__code__) if name in fn.__globals__]
-
-
-_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME", "DELETE_NAME"})
-
-
-@functools.lru_cache(maxsize=4096)
-def globals_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names of globals in a function, and in functions and comprehensions inside it, each once.
-
-    An attribute may have the name of a global that is something else: `optimizer.step()` is no use of a global `step`.
-    """
-    inner = [globals_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    own = [one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS]
-    return tuple(dict.fromkeys([*own, *chain.from_iterable(inner)]))
-
-
-@functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names of globals and attributes in a function, and in functions and comprehensions inside it, each once."""
-    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return tuple(dict.fromkeys([*code.co_names, *chain.from_iterable(inner)]))
 
 
 def is_function(value: object) -> bool:

@@ -29,10 +29,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._base.distributed_values import DistributedValues
-from torchstrategy._base.objects.attribute_contents import OPEN_CONTAINERS, is_container, named_items
+from torchstrategy._base.objects.attribute_contents import (
+    OPEN_CONTAINERS,
+    globals_of,
+    is_container,
+    named_items,
+    names_in,
+)
 from torchstrategy._base.objects.proxies import is_all_in_dict
 from torchstrategy._base.plain import PLAIN, PLAIN_TYPES
-from torchstrategy._copies.references.deep_copies import globals_of, is_users, names_in
+from torchstrategy._copies.references.deep_copies import is_users
 from torchstrategy._copies.references.step_references import NOT_THE_USERS, package_of
 
 _FUNCTIONS = 5  # how deep calls are followed

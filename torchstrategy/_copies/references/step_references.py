@@ -28,10 +28,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._base.objects.attribute_contents import attributes, closed_over
+from torchstrategy._base.objects.attribute_contents import attributes, closed_over, globals_of
 from torchstrategy._base.plain import PLAIN_TYPES
 from torchstrategy._base.types import Tree
-from torchstrategy._copies.references.deep_copies import globals_of
 
 STEPPERS = (LRScheduler, torch.amp.GradScaler)
 
