@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def memory_id(tensor: torch.Tensor) -> int:
     """The id of a tensor's memory; -1 if it has none, as a sparse tensor."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
 

@@ -65,7 +65,7 @@ foreach_norm = torch._foreach_norm
 foreach_sub = torch._foreach_sub
 
 
-def _counting(write: Callable[..., Any]) -> Callable[..., Any]:
+def _make_counting(write: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(write)
     def counting(*args: Any, **kwargs: Any) -> Any:
         tensors = args[0] if args else kwargs.get("self") or ()
@@ -83,7 +83,7 @@ def _counting(write: Callable[..., Any]) -> Callable[..., Any]:
 # as their kernels for the CPU do. `AveragedModel` writes by the one, and `zero_grad(set_to_none=False)` of an optimizer
 # with `foreach=True` by the other; a run would see neither.
 for _name in ("_foreach_lerp_", "_foreach_zero_"):
-    setattr(torch, _name, _counting(getattr(torch, _name)))
+    setattr(torch, _name, _make_counting(getattr(torch, _name)))
 
 # Whether this build of torch has NCCL; `torch.cuda.nccl.is_available` checks the same, and also warns.
 HAS_NCCL = hasattr(torch._C, "_nccl_all_reduce")

@@ -54,8 +54,8 @@ def own_weights_in_place(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]
         _own[module] = [(table, dict(table)) for table in tables if table]
         yield {}
         return
-    given = list(_given_to(module))
-    for place, own in _own_for(module, given):
+    given = list(_find_given(module))
+    for place, own in _find_own(module, given):
         place.table[place.name] = own
     try:
         yield {place.path: place.tensor for place in given}
@@ -69,7 +69,7 @@ def _has_given(part: nn.Module) -> bool:
     return any(map(_is_given_parameter, parameters)) or any(map(_is_given_buffer, buffers))
 
 
-def _given_to(module: nn.Module) -> Iterator[_Given]:
+def _find_given(module: nn.Module) -> Iterator[_Given]:
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
         for table, is_given in ((part._parameters, _is_given_parameter), (part._buffers, _is_given_buffer)):
@@ -91,7 +91,7 @@ def _is_given_buffer(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and not is_variable(tensor)
 
 
-def _own_for(module: nn.Module, given: list[_Given]) -> list[tuple[_Given, torch.Tensor | None]]:
+def _find_own(module: nn.Module, given: list[_Given]) -> list[tuple[_Given, torch.Tensor | None]]:
     """What belongs in the place of each given tensor.
 
     If that is not known, it is a new parameter: the values do not matter, since the given tensor is used.

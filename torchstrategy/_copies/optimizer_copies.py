@@ -155,7 +155,7 @@ class _Copy:
         for owner, values in vars(optimizer)["state"].items():
             plain = self.plain.get(id(owner))
             if plain is not None:
-                self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in values.items()}
+                self._optimizer.state[plain] = {name: _send(value, plain) for name, value in values.items()}
 
     def step(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
         """Takes a step. For each of the user's parameters there is its gradient, and the copy that is here already."""
@@ -178,7 +178,7 @@ class _Copy:
                 plain.grad = None
 
 
-def _sent(value: Any, parameter: torch.Tensor) -> Any:
+def _send(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     # Torch keeps some scalars of the state on the CPU, such as the number of steps.

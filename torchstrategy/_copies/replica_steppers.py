@@ -45,7 +45,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 class OptimizerHost(Protocol):
     """The user's own parameters and gradients in one run, for the optimizers in its replicas."""
 
-    def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
+    def call_for_all(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
         """Calls a function once for all replicas, while they wait: the user's parameters have all gradients.
 
         Args:
@@ -65,7 +65,7 @@ class OptimizerHost(Protocol):
     def stop_showing(self, optimizer: Optimizer | None = None) -> None:
         """Ends `show`: the values that an optimizer has written on the user's parameters reach the replicas."""
 
-    def loss(self, losses: Sequence[Any]) -> Any:
+    def combine_losses(self, losses: Sequence[Any]) -> Any:
         """The loss of the whole batch, made of the loss of each replica."""
 
 
@@ -144,7 +144,9 @@ class ReplicaOptimizer:
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
             _check(name, brought, self.host)
-            return [self.host.together(lambda: self._update(method, *args, **kwargs), self.optimizer)] * len(brought)
+            return [self.host.call_for_all(lambda: self._update(method, *args, **kwargs), self.optimizer)] * len(
+                brought
+            )
 
         self.gradients.totals.accumulate(self.replica.index)
         return self.replica.synchronize(name, combine, (args, kwargs))
@@ -166,7 +168,7 @@ class ReplicaOptimizer:
 
         def shown(losses: Sequence[Any]) -> list[Any]:
             host.show()
-            return [host.loss(losses)] * len(losses)
+            return [host.combine_losses(losses)] * len(losses)
 
         def taken_back(brought: Sequence[Any]) -> list[Any]:
             host.stop_showing(self.optimizer)
@@ -238,7 +240,7 @@ class ReplicaOptimizer:
             (i, name): value
             for i, (group, shown) in enumerate(zip(self._groups, self._shown, strict=True))
             for name, value in group.items()
-            if name != "params" and not _is_same(value, shown.get(name))
+            if name != "params" and not _have_same_value(value, shown.get(name))
         }
 
     def settings(self) -> list[dict[str, Any]]:
@@ -353,22 +355,22 @@ class SharedStepper:
     """A scheduler or scaler in one replica, for one run.
 
     Args:
-        counter: The user's own.
+        stepper: The user's own.
         replica: The replica.
         host: Calls a function once for all replicas.
     """
 
-    counter: LRScheduler | torch.amp.GradScaler
+    stepper: LRScheduler | torch.amp.GradScaler
     replica: Replica
     host: OptimizerHost
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A synchronization point, at which a method of the user's scheduler or scaler runs once."""
-        name = f"{type(self.counter).__name__}.{method}()"
+        name = f"{type(self.stepper).__name__}.{method}()"
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
             _refuse_different(name, brought, self.host)
-            return [self.host.together(lambda: getattr(self.counter, method)(*args, **kwargs))] * len(brought)
+            return [self.host.call_for_all(lambda: getattr(self.stepper, method)(*args, **kwargs))] * len(brought)
 
         return self.replica.synchronize(name, combine, (args, kwargs))
 
@@ -379,10 +381,10 @@ _ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 def make_ready(steppers: Iterable[object], device: Device) -> None:
     """Lets scalers make the tensor of their scale before the replicas run."""
     # A scaler makes it when it sees its first loss. In a run, several replicas would make it at the same time.
-    for counter in steppers:
-        if isinstance(counter, torch.amp.GradScaler) and counter not in _ready:
-            counter.scale(torch.zeros((), device=memory_device(device)))
-            _ready.add(counter)
+    for stepper in steppers:
+        if isinstance(stepper, torch.amp.GradScaler) and stepper not in _ready:
+            stepper.scale(torch.zeros((), device=memory_device(device)))
+            _ready.add(stepper)
 
 
 def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
@@ -413,7 +415,7 @@ def _refuse_different(name: str, brought: Sequence[_Given], host: OptimizerHost)
     for other, by_name in brought[1:]:
         alike = len(args) == len(other) and kwargs.keys() == by_name.keys()
         pairs = [*zip(args, other, strict=False), *((value, by_name.get(key)) for key, value in kwargs.items())]
-        if not alike or not all(_is_same(own, theirs) for own, theirs in pairs):
+        if not alike or not all(_have_same_value(own, theirs) for own, theirs in pairs):
             raise ValueError(
                 f"{name} acts once for all replicas, and they gave it different arguments. Give it the same in each: "
                 "get_replica_context().all_reduce(...) makes one value of all."
@@ -422,7 +424,7 @@ def _refuse_different(name: str, brought: Sequence[_Given], host: OptimizerHost)
         host.compare(name, brought[0])
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _have_same_value(value: Any, other: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return value.shape == other.shape and torch.equal(value, other.to(value.device))
     return value is other or (isinstance(value, PLAIN) and bool(value == other))

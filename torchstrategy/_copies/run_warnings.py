@@ -68,7 +68,7 @@ def has_plain_rows(leaves: Sequence[Any]) -> bool:
     return not is_distributed and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
 
 
-def trained(parameters: Sequence[torch.Tensor]) -> list[object]:
+def mark_training(parameters: Sequence[torch.Tensor]) -> list[object]:
     """A list that differs, item by item, after some parameters got gradients or were updated."""
     return [*versions_of(parameters), *map(mark_of, raw_grads(parameters))]
 
@@ -170,16 +170,18 @@ class SharedTensors:
 
     def watch(self, named: StepReferences, own: Container[int], known: Collection[int]) -> SharedWrites | None:
         """Makes what watches tensors for the length of a run; None if there are none. See `shared_tensors`."""
-        roots = {_root(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
+        roots = {_root_name(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
         self._runs.update(roots)
         # Tensors and modules below these names are looked at closely in this run.
         due = {root for root in roots if _is_power_of_two(self._runs[root]) or root in self.unclear}
-        tensors = shared_tensors(named, own, known, lambda name: _root(name) in due)
-        tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self.warned]
+        tensors = shared_tensors(named, own, known, lambda name: _root_name(name) in due)
+        tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root_name(name)) not in self.warned]
         if not tensors:
             return None
-        read = [pair for pair in tensors if _root(pair[0]) in due]
-        take_turns = any(self._runs[root] == 1 or root in self.unclear for root in {_root(name) for name, _ in read})
+        read = [pair for pair in tensors if _root_name(pair[0]) in due]
+        take_turns = any(
+            self._runs[root] == 1 or root in self.unclear for root in {_root_name(name) for name, _ in read}
+        )
         return SharedWrites(self, tensors, read, take_turns)
 
 
@@ -222,12 +224,12 @@ class SharedWrites(Watch):
         for name, tensor, writers in self._writers.values():
             # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
             if any(len(who) > 1 for who in writers):
-                self._known.unclear.add(_root(name))
+                self._known.unclear.add(_root_name(name))
                 continue
-            self._known.unclear.discard(_root(name))
+            self._known.unclear.discard(_root_name(name))
             count = len(set().union(*writers))
             if count > 1:
-                self._known.warned.add((id(tensor), _root(name)))
+                self._known.warned.add((id(tensor), _root_name(name)))
                 by_several[name] = count
         if by_several:
             names = [f"`{name}`" for name in by_several]
@@ -265,7 +267,7 @@ def shared_tensors(
 
 
 @functools.lru_cache(maxsize=4096)
-def _root(name: str) -> str:
+def _root_name(name: str) -> str:
     """The name with which a path begins. The objects below it may change from run to run, as the items of a list do."""
     return name.partition("[")[0].partition(".")[0]
 

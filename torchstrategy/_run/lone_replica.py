@@ -45,7 +45,7 @@ def run_on_own_objects(
         default: How gradients become one, where the options do not say.
         counts: How much this replica counts, as a function of the user's has said.
     """
-    workers = storage.layout.workers
+    workers = storage.placement.workers
     values = distributed_values.distributed_within((*args, *kwargs.values()))
     check_component_counts(values, 1)
     weights = ReplicaWeights.of_lone_replicas(values, options, default, workers, counts)

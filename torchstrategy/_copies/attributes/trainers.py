@@ -40,11 +40,11 @@ class Translation:
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
 
-    def in_replica(self, value: Any, replica: int) -> Any:
+    def to_replica(self, value: Any, replica: int) -> Any:
         """What a replica has in the place of a value; `MISSING` if it has none."""
-        return in_replica(value, replica, self.num_replicas)
+        return to_replica(value, replica, self.num_replicas)
 
-    def of_users(self, value: Any) -> Any:
+    def to_users(self, value: Any) -> Any:
         """What the user has in the place of a value of a replica."""
         return value
 
@@ -52,11 +52,11 @@ class Translation:
         """Whether a step wrote in place on what replicas have in the place of a value, which is a tensor or array."""
         return False
 
-    def in_one(self, value: PerReplica[Any]) -> PerReplica[Any]:
+    def unite(self, value: PerReplica[Any]) -> PerReplica[Any]:
         """A per-replica value, or one of the same components that was made before."""
         return value
 
-    def merged_array(self, value: Any, of_replicas: Sequence[Any]) -> Any:
+    def merge_array(self, value: Any, of_replicas: Sequence[Any]) -> Any:
         """What the user has for a tensor or array on which replicas wrote in place; `MISSING` if they differ."""
         return MISSING
 
@@ -99,7 +99,7 @@ class Trainer:
         """What the user's object holds now."""
         return dict(self._inside)
 
-    def _of_replica(self, replica: int) -> dict[Any, Any]:
+    def _read_replica(self, replica: int) -> dict[Any, Any]:
         """What the object holds in a replica."""
         return self.attributes[replica]
 
@@ -113,33 +113,33 @@ class Trainer:
         now = self._now()
         found = list(edits(self._known, now))
         for r in range(self.run.num_replicas) if found else ():
-            self._change(r, [edit._replace(after=self._translation.in_replica(edit.after, r)) for edit in found])
+            self._change(r, [edit._replace(after=self._translation.to_replica(edit.after, r)) for edit in found])
         self._known = now
 
     def put_together(self) -> None:
         """Makes one set of attributes of those that the replicas wrote, for `write_back`."""
         self._merged = {}
-        of_replicas = [self._of_replica(r) for r in range(self.run.num_replicas)]
+        of_replicas = [self._read_replica(r) for r in range(self.run.num_replicas)]
         translation = self._translation
         for name in dict.fromkeys(chain(self._known, *of_replicas)):
             before, now = self._known.get(name, MISSING), [own.get(name, MISSING) for own in of_replicas]
-            is_replaced = any(now[r] is not translation.in_replica(before, r) for r in self.run.present)
+            is_replaced = any(now[r] is not translation.to_replica(before, r) for r in self.run.present)
             if is_replaced or translation.is_written(before, self.run.present):
-                self._merged[name] = self._merged_value(name, now)
+                self._merged[name] = self._merge_value(name, now)
 
-    def _merged_value(self, name: Any, of_replicas: Sequence[Any]) -> Any:
+    def _merge_value(self, name: Any, of_replicas: Sequence[Any]) -> Any:
         """The value for the user's trainer; `MISSING` if it is to have none."""
         before = self._known.get(name, MISSING)
         if self.run.is_understudy and isinstance(before, PerReplica):
-            return self._kept_by_understudy(before)
+            return self._keep_of_understudy(before)
         # A replica that takes no part in the step keeps its value, if it had a value of its own.
         present = range(self.run.num_replicas) if isinstance(before, PerReplica) else self.run.present
         values = [value if r in present else ABSENT for r, value in enumerate(of_replicas)]
-        first, *others = self._as_users_have(value for value in values if value is not ABSENT)
+        first, *others = self._all_to_users(value for value in values if value is not ABSENT)
         # What another process has is another tensor.
         is_own = self.run.has_others and isinstance(first, torch.Tensor)
         if not self.run.has_others and self._translation.is_written(before, self.run.present):
-            array = self._translation.merged_array(before, values)
+            array = self._translation.merge_array(before, values)
             if array is not MISSING:
                 return array
             is_own = True
@@ -157,23 +157,23 @@ class Trainer:
             if not _still_counts(value):
                 components[r] = ABSENT
         if not any(isinstance(component, (torch.Tensor, np.ndarray)) for component in components):
-            components = self._as_users_have(components)
+            components = self._all_to_users(components)
         made = PerReplica(components, is_kept=is_kept)
         made._earlier = earlier
-        return self._translation.in_one(made)
+        return self._translation.unite(made)
 
-    def _kept_by_understudy(self, before: PerReplica[Any]) -> PerReplica[Any]:
+    def _keep_of_understudy(self, before: PerReplica[Any]) -> PerReplica[Any]:
         """What the user has where no replica of this process takes part: each goes on with what it had."""
         count = self.run.num_replicas
-        earlier = {r: value for r in range(count) if (value := in_replica(before, r, count)) is not MISSING}
+        earlier = {r: value for r in range(count) if (value := to_replica(before, r, count)) is not MISSING}
         components = [earlier[r] if r in earlier and _still_counts(earlier[r]) else ABSENT for r in range(count)]
         shown = next(iter(earlier.values()), before.understudy)  # for the shape and dtype of what it does not have
         made = PerReplica(components, understudy=shown, is_kept=self.translation is not None)
         made._earlier = earlier
         return made
 
-    def _as_users_have(self, values: Iterable[Any]) -> list[Any]:
-        return [self._translation.of_users(value) for value in values]
+    def _all_to_users(self, values: Iterable[Any]) -> list[Any]:
+        return [self._translation.to_users(value) for value in values]
 
     def write_back(self) -> bool:
         """Writes the attributes on the user's trainer. Returns whether somebody may call backward on one of them."""
@@ -203,15 +203,15 @@ class KeptContainer(Trainer):
     def _now(self) -> dict[Any, Any]:
         return named_items(self.original)
 
-    def _of_replica(self, replica: int) -> dict[Any, Any]:
-        of_users = self._translation.of_users
+    def _read_replica(self, replica: int) -> dict[Any, Any]:
+        of_users = self._translation.to_users
         return {(how, of_users(key)): value for (how, key), value in named_items(self.attributes[replica]).items()}
 
     def _change(self, replica: int, changes: Sequence[Edit]) -> None:
-        items = self._of_replica(replica)
+        items = self._read_replica(replica)
         for edit in changes:
             edit.apply(items)
-        own = {(how, self._translation.in_replica(key, replica)): value for (how, key), value in items.items()}
+        own = {(how, self._translation.to_replica(key, replica)): value for (how, key), value in items.items()}
         write_items(self.attributes[replica], own)
 
     def _write(self) -> None:
@@ -319,7 +319,7 @@ class SharedGlobal:
         now = self._now()
         if isinstance(self.thing, (torch.Tensor, np.ndarray)):
             if now != self._known:
-                raise RuntimeError(written_globally(self._name))
+                raise RuntimeError(global_write_message(self._name))
             return
         written = next(edits(self._known, now), None)
         if written is None:
@@ -330,17 +330,17 @@ class SharedGlobal:
                     delattr(place, written.name)
             if written.before is not MISSING:
                 setattr(self.thing, written.name, written.before)
-            raise RuntimeError(written_globally(f"{self._name}.{written.name}"))
+            raise RuntimeError(global_write_message(f"{self._name}.{written.name}"))
         if self._only is None:
             write_items(self.thing, self._known)
             shown, key = written.name
             name = self._name + shown.format(key)
-            raise RuntimeError(_LARGE.format(name=name, many=MANY) if self._is_large else written_globally(name))
+            raise RuntimeError(_LARGE.format(name=name, many=MANY) if self._is_large else global_write_message(name))
         written._replace(after=written.before).apply(self.thing)
-        raise RuntimeError(written_globally(written.name))
+        raise RuntimeError(global_write_message(written.name))
 
 
-def written_globally(name: str) -> str:
+def global_write_message(name: str) -> str:
     """The message for what a hook keeps, or a step reads, where it is one for all replicas."""
     return (
         f"{name} was written in a replica. A hook of the model, or the step, comes to it by a global name or in a "
@@ -357,7 +357,7 @@ _LARGE = (
 )
 
 
-def in_replica(value: Any, replica: int, num_replicas: int) -> Any:
+def to_replica(value: Any, replica: int, num_replicas: int) -> Any:
     """What one of some replicas has in the place of a value; `MISSING` if it has none."""
     if not isinstance(value, DistributedValues) or len(value._components) != num_replicas:
         return value  # it is a value of another strategy

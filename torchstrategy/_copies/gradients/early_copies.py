@@ -45,7 +45,7 @@ class EarlyCopies:
         local = enumerate(zip(self._parameters, owners, strict=False))
         self._wanted = {i for i, (p, owner) in local if p.requires_grad and _is_large(p) and owner.is_pinned()}
         for index in self._wanted:
-            call_in_backward(self._parameters[index], offer_gradient, _computed)
+            call_in_backward(self._parameters[index], offer_gradient, _wait_for_copy)
 
     def offer(self, index: int) -> None:
         """Backward has added to a gradient. Called in backward, on whichever thread it runs."""
@@ -68,7 +68,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and is_sent_alone(tensor)
 
 
-def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
+def _wait_for_copy(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
     """Backward is about to add to a gradient, on whichever thread it runs: its stream waits for the copy. A hook."""
     sender = None if run.gradients is None else run.gradients.sender
     if isinstance(sender, EarlyCopies) and index in sender._offered:

@@ -146,7 +146,7 @@ class ReplicaParameter(torch.nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         state = self.torchstrategy_state
         if state.run.gradients is not None:
-            raise RuntimeError(written_in_replica(state.run.gradients.totals.names[state.position]))
+            raise RuntimeError(written_in_replica_message(state.run.gradients.totals.names[state.position]))
         set_plain_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -282,14 +282,14 @@ class ReplicaGradients:
         """The run has ended."""
         self.replica: Replica | None = None  # None between runs
         self._run.gradients = None
-        self.reduced()
+        self.note_reduction()
         self._shown.clear()
         self.with_graph: set[int] = set()  # to whose gradients a backward with create_graph=True has added
         # Of parameters on which the user has hooks: how often backward computed a gradient, and how often it added one.
         self.computed: Counter[int] = Counter()
         self.added: Counter[int] = Counter()
 
-    def reduced(self) -> None:
+    def note_reduction(self) -> None:
         """Gradients were reduced: from here on, the step is shown the accumulated gradients of now."""
         for index, view in self.visible.items():
             if view.gradient is not None and view.version is not None:
@@ -381,7 +381,7 @@ class ReplicaGradients:
             self.visible[index] = VisibleGradient(value, is_other=True)
             set_raw_grad(self.parameters[index], None)
         else:
-            self.visible[index] = self._cleared(index)
+            self.visible[index] = self._clear_view(index)
             set_raw_grad(self.parameters[index], value)
             if value is not None:
                 self.put.add(index)
@@ -398,9 +398,9 @@ class ReplicaGradients:
             self.visible = {index: CLEARED_NOTHING if accumulated[index] is None else CLEARED for index in indices}
             self.with_graph.difference_update(indices)
             return
-        cleared = {index: self._cleared(index) for index in indices}
+        cleared = {index: self._clear_view(index) for index in indices}
         for index in () if set_to_none else indices:
-            if (gradient := self._shown_or_local(index)) is not None:
+            if (gradient := self._find_shown_or_local(index)) is not None:
                 zeros = torch.zeros_like(gradient.detach(), device=self.own(index).device)
                 is_other = index in self.visible and self.visible[index].is_other
                 cleared[index] = VisibleGradient(zeros.detach(), are_zeros=True, is_other=is_other)
@@ -414,7 +414,7 @@ class ReplicaGradients:
         are_ours = not self.put
         taken = {index: local for index, local in enumerate(take_raw_grads(self.parameters)) if local is not None}
         # After a backward with create_graph=True local gradients require grad. They are added up without their graphs,
-        # and `_made_together` refuses a backward through the sum.
+        # and `_made_together_message` refuses a backward through the sum.
         if any(torch_internals.requires_grad_of(taken.values())):
             self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
             taken = {index: local.detach() for index, local in taken.items()}
@@ -458,7 +458,7 @@ class ReplicaGradients:
                     self.totals.accumulated[index] = accumulated = accumulated.clone()
                 with torch.no_grad():
                     tensor.copy_(accumulated)
-                self.visible[index] = _as_shown(tensor, accumulated)
+                self.visible[index] = _note_shown(tensor, accumulated)
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
@@ -472,16 +472,16 @@ class ReplicaGradients:
     def _has_local(self, index: int) -> bool:
         return index < len(self.parameters) and raw_grad(self.parameters[index]) is not None
 
-    def _shown_or_local(self, index: int) -> torch.Tensor | None:
+    def _find_shown_or_local(self, index: int) -> torch.Tensor | None:
         """A gradient in the layout that the gradient has, which is sparse for an embedding with `sparse=True`."""
         view = self.visible.get(index)
         shown = self.totals.accumulated[index] if view is None else view.gradient
         return raw_grad(self.parameters[index]) if shown is None and self._has_local(index) else shown
 
-    def _cleared(self, index: int) -> VisibleGradient:
+    def _clear_view(self, index: int) -> VisibleGradient:
         """The visible gradient after the step has cleared it."""
         self.with_graph.discard(index)
-        return self.visible.get(index, CLEARED_NOTHING) if self._shown_or_local(index) is None else CLEARED
+        return self.visible.get(index, CLEARED_NOTHING) if self._find_shown_or_local(index) is None else CLEARED
 
     def _show(self, index: int) -> torch.Tensor | None:
         """Shows the step the accumulated gradient of now."""
@@ -491,8 +491,8 @@ class ReplicaGradients:
         shown = accumulated.to(self.parameters[index].device, copy=True)
         if index in self.with_graph:
             # After a backward with `create_graph=True` a gradient requires grad: a loss of it must not be ignored.
-            shown = end_history(shown, _made_together(self.totals.names[index]))
-        self.visible[index] = _as_shown(shown, accumulated)
+            shown = end_history(shown, _made_together_message(self.totals.names[index]))
+        self.visible[index] = _note_shown(shown, accumulated)
         return shown
 
 
@@ -539,7 +539,7 @@ class EarlyReads(NamedTuple):
         return cls(doubtful, idle, unread)
 
 
-def _as_shown(shown: torch.Tensor, accumulated: torch.Tensor) -> VisibleGradient:
+def _note_shown(shown: torch.Tensor, accumulated: torch.Tensor) -> VisibleGradient:
     is_compared = accumulated.is_cpu and shown.is_cpu and shown.layout is accumulated.layout is torch.strided
     return VisibleGradient(shown, version=version_of(shown), sample=_sample(accumulated) if is_compared else None)
 
@@ -549,7 +549,7 @@ def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:
     return is_plain and shown.shape == gradient.shape and shown.dtype == gradient.dtype
 
 
-def _made_together(name: str) -> str:
+def _made_together_message(name: str) -> str:
     return (
         f"This backward goes through {name}.grad, which replicas have made together, so none of them can differentiate "
         "it. Take the gradients of its own rows by torch.autograd.grad(loss, parameters, create_graph=True), and "
@@ -557,7 +557,7 @@ def _made_together(name: str) -> str:
     )
 
 
-def written_in_replica(name: str) -> str:
+def written_in_replica_message(name: str) -> str:
     """The message for a parameter on which a step wrote in place."""
     return (
         f"{name} was written in place in a replica, or on a thread that a replica started. Every replica would make "
@@ -566,7 +566,7 @@ def written_in_replica(name: str) -> str:
     )
 
 
-def stray_gradient(name: str) -> str:
+def stray_gradient_message(name: str) -> str:
     """The message for a gradient that came to one of the user's own parameters."""
     return (
         f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "

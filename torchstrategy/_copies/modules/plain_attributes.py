@@ -20,9 +20,9 @@ from typing import Any, final
 import torch
 
 from torchstrategy._base.distributed_values import ABSENT, PerReplica
-from torchstrategy._base.memory import storage_of
+from torchstrategy._base.memory import memory_id
 from torchstrategy._base.objects import attribute_contents as contents
-from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, Place
+from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, CopiedThing
 from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot
 from torchstrategy._base.objects.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._base.objects.proxies import plain_class
@@ -32,7 +32,7 @@ from torchstrategy._base.writes import StepWrites, TrackedTensors, bring_value, 
 from torchstrategy._copies.attributes.attribute_tables import AttributesOfTensors, by_path, tables_of_tensors
 from torchstrategy._copies.attributes.late_attributes import Later
 from torchstrategy._copies.attributes.merged_values import Items, Look, ModuleMerger
-from torchstrategy._copies.modules.module_replica import ModuleReplica, Originals, uncopyable
+from torchstrategy._copies.modules.module_replica import ModuleReplica, Originals, uncopyable_error
 from torchstrategy._copies.modules.waiting_attributes import WaitingAttributes
 from torchstrategy._copies.refusals import refuse_trainable
 from torchstrategy._group.participants import ReplicaWeights
@@ -70,7 +70,7 @@ class PlainAttributes:
         self._of_parameters = tables_of_tensors(names, owners, [replica.parameters for replica in self.replicas])
         insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in self.replicas), strict=True)
         # All that may change has a path of its own, and is known by it.
-        self._modules = by_path(Place(path, inside, local) for path, inside, *local in insides)
+        self._modules = by_path(CopiedThing(path, inside, local) for path, inside, *local in insides)
         of_paths = dict(zip(self._modules, modules, strict=True))
         self._of_packages = {path for path, module in of_paths.items() if _is_of_package(module)}
         # The attributes that hooks compute, in each replica for itself.
@@ -89,7 +89,7 @@ class PlainAttributes:
 
     def _collect(self) -> None:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
-        places, leaves, self._others = contents.places_and_leaves(self._named())
+        places, leaves, self._others = contents.find_copied_things(self._list_attributes())
         for key in places.keys() & self.kept.own[0].keys():
             del places[key]
         # The ids of the parameters and buffers that attributes hold.
@@ -143,7 +143,7 @@ class PlainAttributes:
             AttributesOfTensors({path: one.local[r] for path, one in tensors.items()}) for r in count
         ]
 
-    def _named(self) -> Iterator[Place]:
+    def _list_attributes(self) -> Iterator[CopiedThing]:
         """The plain attributes of all modules, parameters and buffers."""
         marked = [table for table in (*self._of_parameters, *self._of_buffers) if table.original]
         for path, inside, of_replicas in (*self._modules.values(), *marked):
@@ -152,7 +152,7 @@ class PlainAttributes:
                 local = [of_replica.get(name, MISSING) for of_replica in of_replicas]
                 is_everywhere = not any(value is MISSING or type(value) is Later for value in local)
                 if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self.parameters:
-                    yield Place(f"{path}.{name}", inside[name], local)
+                    yield CopiedThing(f"{path}.{name}", inside[name], local)
 
     def _are_known(self, owners: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors have the `__dict__`s that they had: `torch.utils.swap_tensors` exchanges these, too."""
@@ -208,7 +208,7 @@ class PlainAttributes:
         self._backups = [(own, own.clone()) for own in constant]
         return True
 
-    def _take_brought(self, places: dict[str, Place]) -> None:
+    def _take_brought(self, places: dict[str, CopiedThing]) -> None:
         """Takes in the containers of an attribute that a step has read first."""
         self._containers.update(places)
         self._held += [place.original for place in places.values()]
@@ -232,9 +232,9 @@ class PlainAttributes:
         known = [*self._leaves.values(), *self._containers.values()]
         for r, replica in enumerate(self.replicas if brought or changed else ()):
             try:
-                copies = replica.copied(new, {id(one.original): one.local[r] for one in known})
+                copies = replica.copy_values(new, {id(one.original): one.local[r] for one in known})
             except Exception as error:
-                raise uncopyable(", ".join(map("".join, new)), error) from error
+                raise uncopyable_error(", ".join(map("".join, new)), error) from error
             copies.update(laters)
             for edit in brought:
                 local = self._tables[edit.place].local[r]
@@ -275,7 +275,7 @@ class PlainAttributes:
                 changed.update(path for r in present for path in one.local[r].differing())
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
-            memory = functools.cache(functools.partial(self._memory, [edit.after for edit in edits]))
+            memory = functools.cache(functools.partial(self._list_memory, [edit.after for edit in edits]))
             merger = ModuleMerger(present, len(self.replicas), users, memory, self.device, look, weights.is_understudy)
             for path, (_, original, local) in self._containers.items():
                 if path in changed:
@@ -309,7 +309,7 @@ class PlainAttributes:
             local = [vars(replica.buffer(index)) for replica in self.replicas]
             if any(local[r] for r in present):
                 self._of_new_buffers[index] = made
-                self._tables[path] = Place(path, made, local)
+                self._tables[path] = CopiedThing(path, made, local)
                 edits += [Edit(path, name, MISSING, value) for r in present for name, value in local[r].items()]
         return edits
 
@@ -326,13 +326,13 @@ class PlainAttributes:
                 continue
             else:
                 merger.is_quiet = self._is_quiet(path)
-                after = merger.merged(f"attribute {path}.{name}", [value, *others], before)
+                after = merger.merge(f"attribute {path}.{name}", [value, *others], before)
             merged[ATTRIBUTE, name] = after
 
     def _is_quiet(self, path: str) -> bool:
         return path in self._of_packages or _is_of_package(self._place(path).original)
 
-    def _place(self, path: str) -> Place:
+    def _place(self, path: str) -> CopiedThing:
         return self._tables[path] if path in self._tables else self._containers[path]
 
     def write_back(self) -> None:
@@ -369,11 +369,11 @@ class PlainAttributes:
         else:
             self._known_tensors.forget(path, name)
 
-    def _memory(self, written: Sequence[object]) -> set[int]:
+    def _list_memory(self, written: Sequence[object]) -> set[int]:
         of_leaves = chain.from_iterable(leaf.local for leaf in self._leaves.values())
         tensors = (held for _, held in contents.things_in("", written) if isinstance(held, torch.Tensor))
         found = (tensor for tensor in tensors if tensor.requires_grad)
-        return set(map(storage_of, chain(of_leaves, found, *(replica.tensors() for replica in self.replicas))))
+        return set(map(memory_id, chain(of_leaves, found, *(replica.tensors() for replica in self.replicas))))
 
     def restore(self) -> None:
         """After a run that failed: takes back what it wrote on tensors in the `PerReplica`s of the user's modules."""

@@ -14,7 +14,7 @@ import torch
 from torchstrategy._base.memory import flatten
 from torchstrategy._base.torch_internals import unflatten
 from torchstrategy._base.writes import TrackedTensors
-from torchstrategy._copies.modules.module_replica import ModuleReplica, differ
+from torchstrategy._copies.modules.module_replica import ModuleReplica, have_other_numbers
 
 
 def find_unseen(running: Set[int], users: TrackedTensors, replica: ModuleReplica) -> list[int]:
@@ -23,7 +23,9 @@ def find_unseen(running: Set[int], users: TrackedTensors, replica: ModuleReplica
     A forward outside of runs may have written them. On an accelerator, all of them may differ.
     """
     pairs = [(index, replica.buffer(index), users.tensors[index]) for index in running]
-    return [index for index, own, of_user in pairs if not _can_be_read(own, of_user) or differ(own, of_user)]
+    return [
+        index for index, own, of_user in pairs if not _can_be_read(own, of_user) or have_other_numbers(own, of_user)
+    ]
 
 
 def average_unread(

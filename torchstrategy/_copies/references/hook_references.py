@@ -32,7 +32,7 @@ from torchstrategy._base.distributed_values import DistributedValues
 from torchstrategy._base.objects.attribute_contents import (
     OPEN_CONTAINERS,
     globals_of,
-    is_container,
+    is_plain_holder,
     named_items,
     names_in,
 )
@@ -242,7 +242,7 @@ def is_kept(value: object) -> bool:
     """Whether a value is an object or a container in which a hook may keep something of a replica's own."""
     if type(value) in OPEN_CONTAINERS:
         return True
-    return package_of(type(value)) not in _LIBRARIES and (is_all_in_dict(value) or is_container(value))
+    return package_of(type(value)) not in _LIBRARIES and (is_all_in_dict(value) or is_plain_holder(value))
 
 
 def is_constant(value: Any) -> bool:

@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._base.objects.attribute_contents import attributes, closed_over, globals_of
+from torchstrategy._base.objects.attribute_contents import attributes, globals_of, variables_in_closure
 from torchstrategy._base.plain import PLAIN_TYPES
 from torchstrategy._base.types import Tree
 
@@ -93,7 +93,7 @@ class StepReferences:
         elif not isinstance(value, _NOT_LOOKED_INTO):
             self._look_into_object(name, value, functions, objects, holder)
         elif isinstance(value, type) and package_of(value) not in NOT_THE_USERS:
-            self._others_of(name, value)
+            self._record_tensors_of_class(name, value)
 
     def _look_at_part(self, name: str, value: Any) -> None:
         if id(value) in self._seen:
@@ -105,7 +105,7 @@ class StepReferences:
         kinds = Optimizer if isinstance(value, Optimizer) else STEPPERS
         if isinstance(value, nn.Module):
             self.modules.append((name, value))
-        for attribute, item in held_by(value):
+        for attribute, item in list_held(value):
             if isinstance(item, kinds):
                 self._look_at_part(f"{name}.{attribute}", item)
         if isinstance(value, Optimizer):
@@ -126,13 +126,13 @@ class StepReferences:
         if objects <= 0 or id(value) in self._objects or package_of(type(value)) in NOT_THE_USERS:
             return
         self._objects[id(value)] = name, value
-        self._others_of(name, type(value))
+        self._record_tensors_of_class(name, type(value))
         for attribute, held in list(attributes(value).items()):
             self.look_at(f"{name}.{attribute}", held, 0, objects - 1, id(value))
         if functions and callable(value) and isinstance(call := type(value).__call__, types.FunctionType):
             self._look_into_function(name, call, functions - 1)
 
-    def _others_of(self, name: str, cls: type) -> None:
+    def _record_tensors_of_class(self, name: str, cls: type) -> None:
         """Records the tensors that are attributes of a class itself."""
         self.others += [(f"{name}.{key}", held) for key, held in vars(cls).items() if isinstance(held, torch.Tensor)]
 
@@ -149,11 +149,11 @@ class StepReferences:
             names = {key: fn.__globals__[key] for key in globals_of(fn)}
             defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
             unnamed = (("a default argument", value) for value in defaults)
-            for found, value in (*closed_over(fn), *names.items(), *unnamed):
+            for found, value in (*variables_in_closure(fn), *names.items(), *unnamed):
                 self.look_at(found, value, functions)
 
 
-def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepReferences:
+def find_references(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepReferences:
     """The objects that `fn` uses by name, and those in the leaves of its arguments."""
     found = StepReferences()
     found.look_at("the step", fn, _FUNCTIONS + 1)
@@ -165,7 +165,7 @@ def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepRe
     return found
 
 
-def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
+def list_held(thing: Any) -> Iterator[tuple[str, Any]]:
     """The values of an object's attributes, with their names; of a list or tuple, its items."""
     for attribute, held in list(attributes(thing).items()):
         if type(held) not in (list, tuple):

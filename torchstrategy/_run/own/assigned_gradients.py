@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 
 from torchstrategy._base.marks import sum_of_bits, version_of, versions_of
-from torchstrategy._base.memory import storage_of
+from torchstrategy._base.memory import memory_id
 from torchstrategy._base.torch_internals import raw_grads, set_raw_grads
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.trained_tensors import TrainedTensors
@@ -143,13 +143,13 @@ class AssignedGradients:
         """The positions of gradients that were written again after they were made those of this worker's rows."""
         gradients = raw_grads(self._tensors.parameters)
         # Gradients that were sent together are parts of one tensor, and count their writes together.
-        num_together = Counter(storage_of(gradient) for gradient in gradients if gradient is not None)
+        num_together = Counter(memory_id(gradient) for gradient in gradients if gradient is not None)
         changed = set()
         for i in indices:
             gradient = gradients[i]
             assert gradient is not None
             is_known = gradient is self._known[i]()
-            allowed = self._versions[i] + num_together[storage_of(gradient)] if is_known else 0
+            allowed = self._versions[i] + num_together[memory_id(gradient)] if is_known else 0
             if version_of(gradient) > allowed:
                 changed.add(i)
         return changed
