@@ -1,4 +1,8 @@
-"""The `__dict__`s in which the user's modules and tensors have attributes, each with those of the replicas' copies."""
+"""The `__dict__`s in which the user's modules and tensors have attributes, each with those of the replicas' copies.
+
+A `__dict__` is compared and written like any container. But nearly all tensors of a model have an empty one, and a run
+is not to look into thousands of these: `AttributesOfTensors` takes one look at all of them.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,9 @@ class KeptByHooks:
 
     def _shared_hooks(self, others: Iterable[nn.Module]) -> list[Any]:
         """The hooks that are one function for all replicas: those for all modules, and those of shared modules."""
-        found = [hook for table in GLOBAL_MODULE_HOOKS if table for hook in list(table.values())]
+        found: list[Any] = []
+        for table in GLOBAL_MODULE_HOOKS:
+            found += table.values()
         found += hooks_of(others)
         return [hook for hook in found if not _keeps_nothing(hook)]
 
@@ -157,7 +159,8 @@ class KeptByHooks:
         """
         holding = new = set(self._originals)
         while new:
-            new = set().union(*(step.holders.get(key, ()) for key in new)) - holding
+            holders = set().union(*(step.holders.get(key, ()) for key in new))
+            new = holders - holding
             holding = holding | new
             for key in new & step.things.keys() - found.things.keys():
                 found.things[key] = step.things[key]
@@ -183,7 +186,8 @@ class KeptByHooks:
 
         @functools.wraps(between_runs)
         def hook(*args: Any, **kwargs: Any) -> Any:
-            return (in_run if self.is_under_way else between_runs)(*args, **kwargs)
+            call = in_run if self.is_under_way else between_runs
+            return call(*args, **kwargs)
 
         return hook
 
@@ -236,7 +240,11 @@ class KeptInRun(Translation):
         self._made: dict[tuple[int, ...], PerReplica[Any]] = {}  # by the ids of their components
         self._rebinders = [ClosureRebinder({**mapping, **others}) for mapping, others in zip(local, own, strict=True)]
         self._steps = [ClosureRebinder(mapping, holding) for mapping in own]
-        self._back = {id(mapping[key]): thing for key, thing in originals.items() for mapping in own}
+        # By the id of what a replica has: the user's thing in its place.
+        self._back: dict[int, Any] = {}
+        for key, thing in originals.items():
+            for mapping in own:
+                self._back[id(mapping[key])] = thing
         self._users = functools.cache(users)
         self.is_bound = bool(originals)
         self.known = found.things.keys()

@@ -180,7 +180,7 @@ class LateCopies:
         path: The path of its module.
         name: Its name.
         copies: The copies.
-        places: The containers in it, by their paths.
+        containers: The containers in it, by their paths.
         originals: What these hold in the user's attribute.
         local: What they hold in the copies, by replica.
     """
@@ -188,16 +188,18 @@ class LateCopies:
     path: str
     name: str
     copies: Sequence[Any]
-    places: dict[str, CopiedThing]
+    containers: dict[str, CopiedThing]
     originals: Snapshot
     local: Sequence[Snapshot]
 
     @classmethod
-    def of(cls, path: str, name: str, copies: Sequence[Any], places: dict[str, CopiedThing]) -> LateCopies:
+    def of(cls, path: str, name: str, copies: Sequence[Any], containers: dict[str, CopiedThing]) -> LateCopies:
         """Notes what all containers hold now."""
-        originals = Snapshot({where: place.original for where, place in places.items()})
-        local = [Snapshot({where: place.local[r] for where, place in places.items()}) for r in range(len(copies))]
-        return cls(path, name, copies, places, originals, local)
+        originals = Snapshot({where: one.original for where, one in containers.items()})
+        local: list[Snapshot] = []
+        for r in range(len(copies)):
+            local.append(Snapshot({where: one.local[r] for where, one in containers.items()}))
+        return cls(path, name, copies, containers, originals, local)
 
 
 def has_containers(value: Any) -> bool:

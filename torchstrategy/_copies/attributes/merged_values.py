@@ -107,15 +107,22 @@ class ModuleMerger:
     def _find_known(self, values: Sequence[Any]) -> list[Any]:
         """A list of what the user has in the place of all the values, or of the one object that all of them are."""
         known = [self.users().get(id(value), value) for value in values]
-        is_one = all(map(operator.is_, known, known[1:]))
-        is_made = is_plain_holder(known[0]) or is_function(known[0]) or type(known[0]) in _ARRAYS
-        return [known[0]] if is_one and (id(values[0]) in self.users() or len(values) > 1 or not is_made) else []
+        if not all(map(operator.is_, known, known[1:])):
+            return []
+        one = known[0]
+        if id(values[0]) in self.users() or len(values) > 1:
+            return [one]
+        # A single replica may have made it in the step: then it is copied, as where there are several.
+        may_be_made = is_plain_holder(one) or is_function(one) or type(one) in _ARRAYS
+        return [] if may_be_made else [one]
 
     def _make(self, key: tuple[int, ...], path: str, values: Sequence[Any], before: Any) -> list[Any]:
         there = [value for value in values if value is not ABSENT]
         first = there[0]
+        # Tuples of several lengths have no items in common to be merged.
         kinds = {(type(value), len(value) if isinstance(value, tuple) else 0) for value in there}
-        if len(kinds) > 1 or any(id(value) in self.users() for value in there) or not is_plain_holder(first):
+        is_merged_whole = len(kinds) > 1 or any(id(value) in self.users() for value in there)
+        if is_merged_whole or not is_plain_holder(first):
             self._made[key] = [made] = [self._merge_objects(path, values, before)]
             if isinstance(made, torch.Tensor) and made is not first:
                 self._give_attributes(path, made, values, before)
@@ -155,18 +162,22 @@ class ModuleMerger:
         is_trained = isinstance(first, torch.Tensor) and first.is_leaf and first.requires_grad
         # To compare the numbers of an accelerator, the program has to wait for it. So tensors that differed once, as
         # outputs do in each run, are not compared again.
-        is_due = type(first) in _ARRAYS and (is_trained or type(before) is not PerReplica)
-        if is_due and not any(_differ(first, value) for value in values):
+        is_compared = type(first) in _ARRAYS and (is_trained or type(before) is not PerReplica)
+        if is_compared and not any(_differ(first, value) for value in values):
             if is_trained and len(values) > 1:
                 raise RuntimeError(_TRAINABLE.format(path=path))
-            if isinstance(first, np.ndarray) or not (first.requires_grad or memory_id(first) in self.memory()):
+            # A tensor with a history is an output, and so is a view of a parameter.
+            is_output = isinstance(first, torch.Tensor) and (first.requires_grad or memory_id(first) in self.memory())
+            if not is_output:
                 return self._copy_constant(first)
         functions = list(map(ClosureRebinder(self.users()).rebind, values))
         if is_function(first) and all(are_same_function(functions[0], other) for other in functions):
             return functions[0]
         if self.is_understudy:
             return PerReplica([ABSENT] * self.num_replicas, understudy=first, is_kept=True)
-        components = [_make_without_rows(values) if len(values) < self.num_replicas else ABSENT] * self.num_replicas
+        # Replicas that took no part have none of the rows.
+        without_rows = _make_without_rows(values) if len(values) < self.num_replicas else ABSENT
+        components = [without_rows] * self.num_replicas
         for r, value in zip(self.present, values, strict=True):
             components[r] = value
         return PerReplica(components, is_kept=True)
@@ -189,7 +200,9 @@ def _copy_constant(value: Any, like: Any) -> Any:
     """A copy of a tensor or array without history, where `like` is or, if `like` is a device, there."""
     if isinstance(value, np.ndarray):
         return value.copy()
-    device = like.device if isinstance(like, torch.Tensor) else value.device if value.is_cpu else like
+    device = like.device if isinstance(like, torch.Tensor) else like
+    if value.is_cpu and not isinstance(like, torch.Tensor):
+        device = value.device  # the step has made it there, and not where its replica is
     return value.detach().to(device, copy=True)
 
 

@@ -112,8 +112,10 @@ class Trainer:
         """Copies to the replicas the attributes that were written for all of them, for example by a merge function."""
         now = self._now()
         found = list(edits(self._known, now))
-        for r in range(self.run.num_replicas) if found else ():
-            self._change(r, [edit._replace(after=self._translation.to_replica(edit.after, r)) for edit in found])
+        if found:
+            for r in range(self.run.num_replicas):
+                translated = [edit._replace(after=self._translation.to_replica(edit.after, r)) for edit in found]
+                self._change(r, translated)
         self._known = now
 
     def put_together(self) -> None:
@@ -122,13 +124,17 @@ class Trainer:
         of_replicas = [self._read_replica(r) for r in range(self.run.num_replicas)]
         translation = self._translation
         for name in dict.fromkeys(chain(self._known, *of_replicas)):
-            before, now = self._known.get(name, MISSING), [own.get(name, MISSING) for own in of_replicas]
+            before = self._known.get(name, MISSING)
+            now = [own.get(name, MISSING) for own in of_replicas]
             is_replaced = any(now[r] is not translation.to_replica(before, r) for r in self.run.present)
             if is_replaced or translation.is_written(before, self.run.present):
                 self._merged[name] = self._merge_value(name, now)
 
     def _merge_value(self, name: Any, of_replicas: Sequence[Any]) -> Any:
-        """The value for the user's trainer; `MISSING` if it is to have none."""
+        """The value for the user's trainer; `MISSING` if it is to have none.
+
+        See Note [Two rules of merging attributes].
+        """
         before = self._known.get(name, MISSING)
         if self.run.is_understudy and isinstance(before, PerReplica):
             return self._keep_of_understudy(before)
@@ -137,36 +143,44 @@ class Trainer:
         values = [value if r in present else ABSENT for r, value in enumerate(of_replicas)]
         first, *others = self._all_to_users(value for value in values if value is not ABSENT)
         # What another process has is another tensor.
-        is_own = self.run.has_others and isinstance(first, torch.Tensor)
+        may_differ = self.run.has_others and isinstance(first, torch.Tensor)
         if not self.run.has_others and self._translation.is_written(before, self.run.present):
             array = self._translation.merge_array(before, values)
             if array is not MISSING:
                 return array
-            is_own = True
-        if not is_own and all(are_equal(value, first) for value in others):
+            may_differ = True
+        if not may_differ and all(are_equal(value, first) for value in others):
             return first
-        is_kept = self.translation is not None
         if self.run.is_understudy:
+            is_kept = self.translation is not None
             return PerReplica([ABSENT] * len(values), understudy=first, is_kept=is_kept)
-        # Who takes no part goes on with what it had.
-        earlier = {
-            r: value for r, value in enumerate(of_replicas) if r not in self.run.present and value is not MISSING
-        }
+        return self._make_per_replica(values, of_replicas)
+
+    def _make_per_replica(self, values: Sequence[Any], of_replicas: Sequence[Any]) -> PerReplica[Any]:
+        """One value of those that differ. Who takes no part in the run goes on with what it had."""
+        earlier: dict[int, Any] = {}
+        for r, value in enumerate(of_replicas):
+            if r not in self.run.present and value is not MISSING:
+                earlier[r] = value
         components = [ABSENT if value is MISSING else value for value in values]
         for r, value in earlier.items():
             if not _still_counts(value):
                 components[r] = ABSENT
         if not any(isinstance(component, (torch.Tensor, np.ndarray)) for component in components):
             components = self._all_to_users(components)
-        made = PerReplica(components, is_kept=is_kept)
+        made = PerReplica(components, is_kept=self.translation is not None)
         made._earlier = earlier
         return self._translation.unite(made)
 
     def _keep_of_understudy(self, before: PerReplica[Any]) -> PerReplica[Any]:
         """What the user has where no replica of this process takes part: each goes on with what it had."""
-        count = self.run.num_replicas
-        earlier = {r: value for r in range(count) if (value := to_replica(before, r, count)) is not MISSING}
-        components = [earlier[r] if r in earlier and _still_counts(earlier[r]) else ABSENT for r in range(count)]
+        earlier: dict[int, Any] = {}
+        components: list[Any] = []
+        for r in range(self.run.num_replicas):
+            value = to_replica(before, r, self.run.num_replicas)
+            if value is not MISSING:
+                earlier[r] = value
+            components.append(value if value is not MISSING and _still_counts(value) else ABSENT)
         shown = next(iter(earlier.values()), before.understudy)  # for the shape and dtype of what it does not have
         made = PerReplica(components, understudy=shown, is_kept=self.translation is not None)
         made._earlier = earlier
@@ -204,8 +218,8 @@ class KeptContainer(Trainer):
         return named_items(self.original)
 
     def _read_replica(self, replica: int) -> dict[Any, Any]:
-        of_users = self._translation.to_users
-        return {(how, of_users(key)): value for (how, key), value in named_items(self.attributes[replica]).items()}
+        items = named_items(self.attributes[replica])
+        return {(how, self._translation.to_users(key)): value for (how, key), value in items.items()}
 
     def _change(self, replica: int, changes: Sequence[Edit]) -> None:
         items = self._read_replica(replica)
@@ -297,8 +311,10 @@ class SharedGlobal:
         if isinstance(self.thing, np.ndarray):
             return {"numbers": self.thing.tobytes()}
         if isinstance(self.thing, (type, types.ModuleType)):
-            places = self._places()
-            return {key: held for place in reversed(places) for key, held in vars(place).items() if key[0] != "_"}
+            found: dict[Any, Any] = {}
+            for place in reversed(self._places()):
+                found.update((name, held) for name, held in vars(place).items() if not name.startswith("_"))
+            return found
         if self._only is None:
             return named_items(self.thing)
         return {name: self.thing[name] for name in self._only if name in self.thing}

@@ -188,7 +188,8 @@ class PlainAttributes:
         for index in written:
             _, original, local = leaves[index]
             # A tensor of another shape, or with a history, is not written: a step may have other references to it.
-            if any((one.shape, one.dtype) != (original.shape, original.dtype) or one.requires_grad for one in local):
+            can_take = all((one.shape, one.dtype) == (original.shape, original.dtype) for one in local)
+            if not can_take or any(one.requires_grad for one in local):
                 return False
             for one in local:
                 bring_value(one, original, index in unsure)
@@ -202,10 +203,12 @@ class PlainAttributes:
             self._collect()
         elif written:
             self.agree()
-        kept = (own for place in self._others if type(place.original) is PerReplica for own in place.local)
-        # A step seldom writes in place on a tensor with a history, so no memory is spent on a copy of it.
-        constant = (own for own in kept if isinstance(own, torch.Tensor) and not own.requires_grad)
-        self._backups = [(own, own.clone()) for own in constant]
+        self._backups = []
+        for place in self._others:
+            for own in place.local if type(place.original) is PerReplica else ():
+                # A step seldom writes in place on a tensor with a history, so no memory is spent on a copy of it.
+                if isinstance(own, torch.Tensor) and not own.requires_grad:
+                    self._backups.append((own, own.clone()))
         return True
 
     def _take_brought(self, places: dict[str, CopiedThing]) -> None:
@@ -264,15 +267,8 @@ class PlainAttributes:
         present = weights.present
         # By path: all that a container is to hold, or the attributes of a module that a step wrote; `ABSENT`: removed.
         self._merged: dict[str, Items] = {}
-        edits = [edit for r in present for edit in self._known_insides[r].edits() if edit.name not in TABLES]
-        edits += [edit for r in present for edit in self._known_tensors_local[r].edits()]
-        edits += self._edits_of_new_buffers(present, replaced)
-        if edits:
-            edits = [edit for edit in edits if not self._late.is_brought(edit)]
-        changed = {path for r in present for path in self._known_local[r].differing()} if self._containers else set()
-        for one in self._late.brought:
-            if one.places:
-                changed.update(path for r in present for path in one.local[r].differing())
+        edits = self._list_edits(present, replaced)
+        changed = self._find_changed_containers(present)
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
             memory = functools.cache(functools.partial(self._list_memory, [edit.after for edit in edits]))
@@ -283,18 +279,49 @@ class PlainAttributes:
                     items = [contents.named_items(local[r]) for r in present]
                     self._merged[path] = merger.items(f"attribute {path}", items, contents.named_items(original))
             self._merge_attributes(present, edits, merger)
-        written = {index for r in present for index in self._writes[r].written()} if self._leaves else set()
-        self._written: dict[str, torch.Tensor] = {}  # by path: what tensors become on which a step wrote in place
+        self._written = self._find_written(present, look)
+
+    def _list_edits(self, present: Sequence[int], replaced: Iterable[int]) -> list[Edit]:
+        """What steps have assigned to attributes of modules and tensors."""
+        edits: list[Edit] = []
+        for r in present:
+            edits += [edit for edit in self._known_insides[r].edits() if edit.name not in TABLES]
+        for r in present:
+            edits += self._known_tensors_local[r].edits()
+        edits += self._edits_of_new_buffers(present, replaced)
+        return [edit for edit in edits if not self._late.is_brought(edit)]
+
+    def _find_changed_containers(self, present: Sequence[int]) -> set[str]:
+        """The paths of containers and objects that hold something else in a replica."""
+        changed: set[str] = set()
+        for r in present if self._containers else ():
+            changed.update(self._known_local[r].differing())
+            for late in self._late.brought:
+                if late.containers:
+                    changed.update(late.local[r].differing())
+        return changed
+
+    def _find_written(self, present: Sequence[int], look: Look) -> dict[str, torch.Tensor]:
+        """By path: what tensors become on which a step wrote in place, which is what the first replica has."""
+        found: dict[str, torch.Tensor] = {}
+        if not self._leaves:
+            return found
+        written = set().union(*(self._writes[r].written() for r in present))
         for index, (path, original, local) in enumerate(self._leaves.values() if written else ()):
             first, *others = (local[r] for r in present)
             if index in written and first.shape == original.shape:
                 look(f"attribute {path}", first, others)
-                self._written[path] = first
+                found[path] = first
+        return found
 
     def known_in_replicas(self, originals: Callable[[], Sequence[object]]) -> dict[int, Any]:
         """By the ids of what the replicas have copies of: the user's objects in their place."""
         users = {id(original): original for original in originals()}
-        known = {id(own): users[key] for r in self.replicas for key, own in r.local_objects.items() if key in users}
+        known: dict[int, Any] = {}
+        for replica in self.replicas:
+            for key, own in replica.local_objects.items():
+                if key in users:
+                    known[id(own)] = users[key]
         for thing in self._known_things:
             known.update((id(local), thing.original) for local in thing.local if not isinstance(local, PLAIN))
         return known
@@ -319,14 +346,17 @@ class PlainAttributes:
             if path in self._modules:
                 self._late.bring(path, name)  # other replicas have not read what one of them has replaced
             merged = self._merged.setdefault(path, {})
-            before, value, *others = (inside.get(name, ABSENT) for inside in (original, *(local[r] for r in present)))
+            before = original.get(name, ABSENT)
+            values = [local[r].get(name, ABSENT) for r in present]
             if name in self._computed.get(path, ()):
-                after = value.detach().to(self.device) if isinstance(value, torch.Tensor) else before
+                # Each replica has computed it of the same parameters.
+                first = values[0]
+                after = first.detach().to(self.device) if isinstance(first, torch.Tensor) else before
             elif name in self._states.get(path, ()):
-                continue
+                continue  # the metric itself reduces it
             else:
                 merger.is_quiet = self._is_quiet(path)
-                after = merger.merge(f"attribute {path}.{name}", [value, *others], before)
+                after = merger.merge(f"attribute {path}.{name}", values, before)
             merged[ATTRIBUTE, name] = after
 
     def _is_quiet(self, path: str) -> bool:
@@ -370,10 +400,16 @@ class PlainAttributes:
             self._known_tensors.forget(path, name)
 
     def _list_memory(self, written: Sequence[object]) -> set[int]:
-        of_leaves = chain.from_iterable(leaf.local for leaf in self._leaves.values())
-        tensors = (held for _, held in contents.things_in("", written) if isinstance(held, torch.Tensor))
-        found = (tensor for tensor in tensors if tensor.requires_grad)
-        return set(map(memory_id, chain(of_leaves, found, *(replica.tensors() for replica in self.replicas))))
+        """The memory of all that the replicas have copies of, and of outputs among what a step has written."""
+        tensors: list[torch.Tensor] = []
+        for leaf in self._leaves.values():
+            tensors += leaf.local
+        for replica in self.replicas:
+            tensors += replica.tensors()
+        for _, held in contents.things_in("", written):
+            if isinstance(held, torch.Tensor) and held.requires_grad:
+                tensors.append(held)
+        return set(map(memory_id, tensors))
 
     def restore(self) -> None:
         """After a run that failed: takes back what it wrote on tensors in the `PerReplica`s of the user's modules."""

@@ -1,4 +1,9 @@
-"""The large attributes that wait until a step reads them, and those that a step has read."""
+"""The large attributes that wait until a step reads them, and those that a step has read.
+
+`late_attributes` makes an attribute wait in one copy of a module. Here is what concerns all copies: the replica that
+reads an attribute first makes the copies of all, since after the run all of them are compared and merged; and what the
+user has put in the place of an attribute may wait in its turn.
+"""
 
 from __future__ import annotations
 
@@ -102,12 +107,13 @@ class WaitingAttributes:
             if not waiting:
                 return
             copies = self._copy(f"{path}.{name}", original[name], len(waiting))
-            places: dict[int, CopiedThing] = {}
+            containers: dict[int, CopiedThing] = {}
             if len(waiting) == len(insides):  # else a replica has lost the attribute, which is merged as a whole
-                places, _, _ = find_copied_things([CopiedThing(f"{path}.{name}", original[name], copies)])
-            brought = LateCopies.of(path, name, copies, by_path(places.values()))
-            if (take := self._take()) is not None:
-                take(brought.places)
+                containers, _, _ = find_copied_things([CopiedThing(f"{path}.{name}", original[name], copies)])
+            brought = LateCopies.of(path, name, copies, by_path(containers.values()))
+            take = self._take()
+            if take is not None:
+                take(brought.containers)
             self.brought.append(brought)
             self.has_brought = True
             self._waiting.discard((path, name))
@@ -128,5 +134,9 @@ class WaitingAttributes:
 
     def is_brought(self, edit: Edit) -> bool:
         """Whether an edit is no write of a step: a copy came in the place of what stood for it."""
-        copies = (one.copies for one in self.brought if (one.path, one.name) == (edit.place, edit.name))
-        return type(edit.before) is Later and any(edit.after is own for of_one in copies for own in of_one)
+        if type(edit.before) is not Later:
+            return False
+        for one in self.brought:
+            if (one.path, one.name) == (edit.place, edit.name) and any(edit.after is own for own in one.copies):
+                return True
+        return False
