@@ -15,7 +15,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -96,10 +96,14 @@ class OptimizerCopies:
         """
         if _mark_gradients(optimizer) != self._gradients:
             return False
-        gradients = [(owner, gradient) for owner in owners if (gradient := raw_grad(owner)) is not None]
+        gradients = [(owner, raw_grad(owner)) for owner in owners]
         for replica, copied in self.of_replicas.items():
+            taken: list[_Gradient] = []
+            for owner, gradient in gradients:
+                if gradient is not None and id(owner) in copied.plain:
+                    taken.append(_Gradient(owner, gradient, here=arrived(gradient, replica)))
             with traced("update [{}] [replica {}]", optimizer, replica):
-                copied.step([(o, g, arrived(g, replica)) for o, g in gradients if id(o) in copied.plain])
+                copied.step(taken)
         self._note_state(optimizer)  # the step itself has written it, and the copies have done the same to theirs
         return True
 
@@ -117,6 +121,14 @@ class OptimizerCopies:
 _NOTHING = object()  # what no state has in it
 
 
+class _Gradient(NamedTuple):
+    """A gradient with which the copy of an optimizer takes a step."""
+
+    owner: torch.Tensor  # the user's parameter
+    gradient: torch.Tensor  # of the user's parameter
+    here: torch.Tensor | None  # the copy of the gradient that is on the replica's device already
+
+
 def _mark_gradients(optimizer: Optimizer) -> list[tuple[int, int]]:
     return list(map(mark_of, raw_grads(parameters_of(optimizer))))
 
@@ -132,10 +144,10 @@ class _Copy:
         # chooses another loop, which rounds otherwise.
         owners = [owner for owner in parameters_of(optimizer) if id(owner) in local]
         self.plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in owners}
-        groups = [
-            {**group, "params": [self.plain[id(owner)] for owner in group["params"] if id(owner) in local]}
-            for group in inside["param_groups"]
-        ]
+        groups: list[dict[str, Any]] = []
+        for group in inside["param_groups"]:
+            plain = [self.plain[id(owner)] for owner in group["params"] if id(owner) in local]
+            groups.append({**group, "params": plain})
         # Not by the constructor: those of torch's optimizers differ in their arguments.
         self._optimizer: Any = object.__new__(cls)
         state = {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
@@ -157,19 +169,19 @@ class _Copy:
             if plain is not None:
                 self._optimizer.state[plain] = {name: _send(value, plain) for name, value in values.items()}
 
-    def step(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
-        """Takes a step. For each of the user's parameters there is its gradient, and the copy that is here already."""
+    def step(self, gradients: Sequence[_Gradient]) -> None:
+        """Takes a step."""
         if not gradients:
             return
-        trained = [self.plain[id(owner)] for owner, _, _ in gradients]
-        for (owner, _, _), plain in zip(gradients, trained, strict=True):
-            local = self._local[id(owner)]
+        trained = [self.plain[id(one.owner)] for one in gradients]
+        for one, plain in zip(gradients, trained, strict=True):
+            local = self._local[id(one.owner)]
             # The replica's parameter may have got other memory since the last step (`ModuleReplica.bring_parameters`).
             if plain.data_ptr() != local.data_ptr() or plain.shape != local.shape:
                 plain.data = local.detach()
-        sent = iter(brought([gradient for _, gradient, here in gradients if here is None], trained[0].device))
-        for (_, _, here), plain in zip(gradients, trained, strict=True):
-            plain.grad = next(sent) if here is None else here
+        sent = iter(brought([one.gradient for one in gradients if one.here is None], trained[0].device))
+        for one, plain in zip(gradients, trained, strict=True):
+            plain.grad = next(sent) if one.here is None else one.here
         try:
             self._optimizer.step()
         finally:

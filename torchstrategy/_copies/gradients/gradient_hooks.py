@@ -148,13 +148,15 @@ def _deliver(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], para
         if owner is not None and have_gradient_hooks((owner,)):
             # The user's hooks see the sum of all replicas, once in each backward: the gradients wait until this
             # backward has reached the last of the copies.
-            parameters = [known for reference in copies if (known := reference()) is not None]
+            referred = [reference() for reference in copies]
+            parameters = [known for known in referred if known is not None]
             if any(raw_grad(known) is None and torch_internals.will_be_reached(known) for known in parameters):
                 return
         gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
         if owner is None:
             return
-        gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
+        is_one = len(gradients) == 1
+        gradient = gradients[0].to(owner.device) if is_one else added(gradients, owner.device)
         before = raw_grad(owner)
         if have_gradient_hooks((owner,)):
             torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 
 import torch
 
@@ -78,6 +78,14 @@ class Run(Protocol):
 
     def when_workers_have_met(self) -> None:
         """They have compared it, and stand at one place."""
+
+
+class _Arrived(NamedTuple):
+    """The copies of an accumulated gradient that are on the devices of the replicas already."""
+
+    gradient: torch.Tensor  # which keeps its id
+    version: int  # that of the gradient when the copies were made
+    copies: list[torch.Tensor]  # by replica
 
 
 # Note [The states of a gradient]
@@ -159,14 +167,14 @@ class GradientReducer:
         self._run: Run | None = None
         for of_replica in self.of_replicas:
             of_replica.leave()
-        for copies in filter(None, self._early_copies):
-            copies.take({})  # those of a run that failed, or of a replica without rows
+        for early in self._early_copies:
+            if early is not None:
+                early.take({})  # those of a run that failed, or of a replica without rows
 
     def forget_arrived(self) -> None:
         """From here on, accumulated gradients may be written in ways that torch's version counters do not show."""
-        # The copies that the all-reduce left on the devices, by the id of an accumulated gradient: the gradient, which
-        # keeps its id; its version; and the copy of each replica.
-        self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
+        # The copies that the all-reduce left on the devices, by the id of an accumulated gradient.
+        self._arrived: dict[int, _Arrived] = {}
 
     def begin(self, replica_weights: ReplicaWeights, outsiders: Sequence[tuple[torch.Tensor, str]], run: Run) -> None:
         """Takes the gradients of the user's parameters away for the length of a run.
@@ -179,8 +187,8 @@ class GradientReducer:
                 with its name.
             run: The run.
         """
-        # None is missing, since the run holds its variables.
-        own = [owner for held in self._held if (owner := held()) is not None]
+        referred = [held() for held in self._held]
+        own = [owner for owner in referred if owner is not None]  # none is missing, since the run holds its variables
         self._run = run
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
@@ -196,8 +204,9 @@ class GradientReducer:
             self.hooked = {index for index, owner in enumerate(own) if have_gradient_hooks((owner,))}
             for index in self.hooked:
                 count_additions(self.of_replicas, index)
-        for copies in filter(None, self._early_copies):
-            copies.begin(self.owners)
+        for early in self._early_copies:
+            if early is not None:
+                early.begin(self.owners)
 
     def accumulate(self, replica: int) -> None:
         """A replica calls this on its own thread where gradients are about to be reduced, or when its step has ended.
@@ -279,7 +288,9 @@ class GradientReducer:
         None if there is none, or somebody has written on the gradient since.
         """
         known = self._arrived.get(id(gradient))
-        return known[2][replica] if known is not None and version_of(gradient) == known[1] else None
+        if known is None or version_of(gradient) != known.version:
+            return None
+        return known.copies[replica]
 
     def keep(self) -> None:
         """An update begins: if the run fails later, the user's parameters keep the gradients that the update leaves."""
@@ -399,11 +410,12 @@ class GradientReducer:
         by_device: dict[Device, dict[int, list[torch.Tensor]]] = {}
         for index, views in columns.items():
             are_written = len(views) > 1 and all(view is not None and view.was_written() for view in views)
-            if are_written and self.accumulated[index] is not None:
-                gradients = [v.gradient.detach() for v in views if v is not None and v.gradient is not None]
-                if can_be_chosen(gradients):
-                    device = self.owners[index].device
-                    by_device.setdefault(device, {})[index] = [gradient.to(device) for gradient in gradients]
+            if not are_written or self.accumulated[index] is None:
+                continue
+            gradients = [view.gradient.detach() for view in views if view is not None and view.gradient is not None]
+            if can_be_chosen(gradients):
+                device = self.owners[index].device
+                by_device.setdefault(device, {})[index] = [gradient.to(device) for gradient in gradients]
         chosen: dict[int, torch.Tensor] = {}
         for written in by_device.values():
             chosen.update(choose(written, self._merge))
@@ -417,7 +429,9 @@ class GradientReducer:
         tensors = [view.gradient.detach() for view in visible if view is not None and view.gradient is not None]
         if any(tensor.device != device for tensor in tensors):
             tensors = [tensor.to(device) for tensor in tensors]
-        if not tensors and all(v is CLEARED or (v is CLEARED_NOTHING and accumulated is None) for v in visible):
+        # Where there is nothing to clear, `CLEARED_NOTHING` says the same as `CLEARED`.
+        mean_cleared = [CLEARED, CLEARED_NOTHING] if accumulated is None else [CLEARED]
+        if all(any(view is cleared for cleared in mean_cleared) for view in visible):
             return None
         # A step may write on its visible gradient through `.data`, which counts no version: the numbers are compared.
         if len(tensors) == len(visible) and all(equal(tensor, tensors[0]) for tensor in tensors[1:]):
@@ -478,7 +492,7 @@ class GradientReducer:
             gradients = [gradient for gradient in column if gradient is not None]
             # A sum may be a view of the pack in which it was sent, and torch cannot clear a gradient that is a view.
             total[index] = gradient = gradients[0].detach().to(self.owners[index].device)
-            self._arrived[id(gradient)] = gradient, version_of(gradient), gradients
+            self._arrived[id(gradient)] = _Arrived(gradient, version_of(gradient), gradients)
         return total
 
     def _add_up(self, r: int) -> set[int]:

@@ -122,7 +122,9 @@ class ReplicaParameter(torch.nn.Parameter):
         state = self.torchstrategy_state
         gradients = state.run.gradients
         # The compiler looks at a tensor's gradient too, and lets no other replica compile meanwhile.
-        return raw_grad(self) if gradients is None or torch_internals.is_compiling() else gradients.read(state.position)
+        if gradients is None or torch_internals.is_compiling():
+            return raw_grad(self)
+        return gradients.read(state.position)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -140,7 +142,8 @@ class ReplicaParameter(torch.nn.Parameter):
     def data(self) -> torch.Tensor:
         # In a step `.data` is the same memory with the parameter's version counter, which torch's own `.data` lacks. So
         # a write through it is counted, and refused at the next synchronization point.
-        return plain_data(self) if self.torchstrategy_state.run.gradients is None else self.detach()
+        is_between_runs = self.torchstrategy_state.run.gradients is None
+        return plain_data(self) if is_between_runs else self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -270,8 +273,9 @@ class ReplicaGradients:
         self._held_back: torch.Tensor | None = None  # see `_FEW`
         self._are_small = sum(torch_internals.sizes(self.parameters)) < _SMALL
         states = [parameter.torchstrategy_state for parameter in parameters]
-        known = (state.run for state in states if state.run is not _BETWEEN_RUNS)
-        self._run = next(known, None) or CurrentRun()
+        # Parameters that were in a run before know it by one object, and so do their hooks.
+        known = [state.run for state in states if state.run is not _BETWEEN_RUNS]
+        self._run = known[0] if known else CurrentRun()
         for index, state in enumerate(states):
             state.run, state.position = self._run, index
         self.visible: dict[int, VisibleGradient] = {}  # here and below, a parameter is meant by its position
@@ -400,7 +404,8 @@ class ReplicaGradients:
             return
         cleared = {index: self._clear_view(index) for index in indices}
         for index in () if set_to_none else indices:
-            if (gradient := self._find_shown_or_local(index)) is not None:
+            gradient = self._find_shown_or_local(index)
+            if gradient is not None:
                 zeros = torch.zeros_like(gradient.detach(), device=self.own(index).device)
                 is_other = index in self.visible and self.visible[index].is_other
                 cleared[index] = VisibleGradient(zeros.detach(), are_zeros=True, is_other=is_other)
@@ -526,17 +531,24 @@ class EarlyReads(NamedTuple):
                 and the replicas are named.
         """
         local = [of_replica.local_indices() for of_replica in of_replicas]
-        pairs = list(zip(local, reads, strict=True))
-        doubtful = frozenset[int]().union(*(read.doubtful - own for own, read in pairs))
-        idle = frozenset[int]().union(*(read.all for own, read in pairs if not own))
-        unread = frozenset[int]().union(*(own - read.all for own, read in pairs))
-        if missed := set().union(*local) & (doubtful | (idle & unread)):
-            index, ids = min(missed), [one.replica.index for one in of_replicas if one.replica is not None]
-            too_early = [(read.doubtful - own) | (frozenset() if own else read.all & unread) for own, read in pairs]
-            reader = next(r for r, indices in zip(ids, too_early, strict=True) if index in indices)
+        doubtful: set[int] = set()
+        idle: set[int] = set()
+        unread: set[int] = set()
+        for own, read in zip(local, reads, strict=True):
+            doubtful |= read.doubtful - own
+            unread |= own - read.all
+            if not own:
+                idle |= read.all
+        missed = set().union(*local) & (doubtful | (idle & unread))
+        if missed:
+            index = min(missed)
+            ids = [one.replica.index for one in of_replicas if one.replica is not None]
             adder = next(r for r, own in zip(ids, local, strict=True) if index in own)
-            raise RuntimeError(_TOO_EARLY.format(reader=reader, name=names[index], adder=adder))
-        return cls(doubtful, idle, unread)
+            for reader, own, read in zip(ids, local, reads, strict=True):
+                has_read_idly = not own and index in read.all and index in unread
+                if has_read_idly or index in read.doubtful - own:
+                    raise RuntimeError(_TOO_EARLY.format(reader=reader, name=names[index], adder=adder))
+        return cls(frozenset(doubtful), frozenset(idle), frozenset(unread))
 
 
 def _note_shown(shown: torch.Tensor, accumulated: torch.Tensor) -> VisibleGradient:

@@ -127,8 +127,10 @@ class WorkerReduction:
         disagree = some_cleared | ((changed > 0) & (changed < len(counting)) & (had | (cleared > 0)))
         if disagree.any():
             raise RuntimeError(_DISAGREE.format(self.names[min(_positions_in(disagree))]))
-        as_before = zip(self.before, self.accumulated, cleared.tolist(), changed.tolist(), strict=True)
-        self.accumulated[:] = [now if c else None if gone else was for was, now, gone, c in as_before]
+        rows = zip(self.before, cleared.tolist(), changed.tolist(), strict=True)
+        for index, (was, is_cleared, is_changed) in enumerate(rows):
+            if not is_changed:
+                self.accumulated[index] = None if is_cleared else was
         unlike = self._find_unlike(_positions_in(changed))
         if not unlike:
             return
