@@ -1,4 +1,8 @@
-"""Refusals of objects of which replicas cannot have copies."""
+"""Refusals of objects of which replicas cannot have copies.
+
+`copy.deepcopy` does not refuse most of them: it makes a copy that would not learn, or learn otherwise than the user's.
+So they are refused by name, when the user gives the module to the strategy or when the first run copies it.
+"""
 
 from __future__ import annotations
 

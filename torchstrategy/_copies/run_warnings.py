@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -63,9 +63,14 @@ def _is_power_of_two(count: int) -> bool:
 
 def has_plain_rows(leaves: Sequence[Any]) -> bool:
     """Whether a leaf of the arguments has rows, and none is a distributed value."""
-    flat = [leaf for _, leaf in leaves_within(list(leaves), "") if not is_variable(leaf)]
-    is_distributed = any(isinstance(leaf, DistributedValues) for leaf in flat)
-    return not is_distributed and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
+    has_rows = False
+    for _, leaf in leaves_within(list(leaves), ""):
+        if is_variable(leaf):
+            continue
+        if isinstance(leaf, DistributedValues):
+            return False
+        has_rows |= isinstance(leaf, _ARRAYS) and leaf.ndim > 0 and len(leaf) > 1
+    return has_rows
 
 
 def mark_training(parameters: Sequence[torch.Tensor]) -> list[object]:
@@ -174,15 +179,19 @@ class SharedTensors:
         self._runs.update(roots)
         # Tensors and modules below these names are looked at closely in this run.
         due = {root for root in roots if _is_power_of_two(self._runs[root]) or root in self.unclear}
-        tensors = shared_tensors(named, own, known, lambda name: _root_name(name) in due)
-        tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root_name(name)) not in self.warned]
-        if not tensors:
-            return None
-        read = [pair for pair in tensors if _root_name(pair[0]) in due]
-        take_turns = any(
-            self._runs[root] == 1 or root in self.unclear for root in {_root_name(name) for name, _ in read}
-        )
-        return SharedWrites(self, tensors, read, take_turns)
+        counted: list[Named] = []
+        read: list[Named] = []
+        take_turns = False
+        for name, tensor in shared_tensors(named, own, known, lambda name: _root_name(name) in due):
+            root = _root_name(name)
+            if (id(tensor), root) in self.warned:
+                continue
+            counted.append((name, tensor))
+            if root in due:
+                read.append((name, tensor))
+                # One after the other, so that it is clear who wrote.
+                take_turns |= self._runs[root] == 1 or root in self.unclear
+        return SharedWrites(self, counted, read, take_turns) if counted else None
 
 
 @final
@@ -254,16 +263,25 @@ def shared_tensors(
     """
     pairs = [*named.others, *named.tensors]
     for name, module in named.modules:
-        if id(module) not in own and is_due(name):
-            for path, part in module.named_modules(prefix=name):
-                if id(part) not in own and not is_metric(vars(part)):
-                    for table in (part._parameters, part._buffers):
-                        pairs += [(f"{path}.{key}", held) for key, held in table.items() if held is not None]
-                    plain = ((path + where, held) for where, held in held_plainly(part))
-                    pairs += [pair for pair in plain if isinstance(pair[1], torch.Tensor)]
+        if id(module) in own or not is_due(name):
+            continue
+        for path, part in module.named_modules(prefix=name):
+            if id(part) not in own and not is_metric(vars(part)):
+                pairs += _tensors_of(path, part)
     # Reversed, so that each tensor is known by the first of its names.
-    found = {id(pair[1]): pair for pair in reversed(pairs)}
+    found = {id(tensor): (name, tensor) for name, tensor in reversed(pairs)}
     return [pair for key, pair in reversed(found.items()) if key not in known and not is_variable(pair[1])]
+
+
+def _tensors_of(path: str, module: nn.Module) -> Iterator[Named]:
+    """The tensors that a module holds itself, each with its path."""
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            if tensor is not None:
+                yield f"{path}.{name}", tensor
+    for where, held in held_plainly(module):
+        if isinstance(held, torch.Tensor):
+            yield path + where, held
 
 
 @functools.lru_cache(maxsize=4096)

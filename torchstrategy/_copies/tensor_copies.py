@@ -1,6 +1,8 @@
 """Copies of tensors for a replica: where the user's tensors share memory, so do the copies.
 
-The weights of a recurrent layer are in one piece of memory.
+`tensor.clone()` of each by itself would not do: of two views of one buffer, a write on one shows in the other, and in
+the replica it would not. So tensors that share memory are copied as one piece of memory, and the copies are views of
+it. The weights of a recurrent layer are in one piece of memory, too, though each is a parameter of its own.
 """
 
 from __future__ import annotations

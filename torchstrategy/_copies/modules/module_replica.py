@@ -1,7 +1,9 @@
 """The copies of the user's modules that one replica has: how they are made, and how values reach them.
 
-`copy.deepcopy` copies the modules. Its memo has the replica's own parameters, buffers and other tensors beforehand, so
-it copies the structure and no tensor.
+`copy.deepcopy` copies the modules. By itself it would copy too much and too little: each parameter, also where the
+replica is to share its memory; the outputs that a module has kept, with their graphs; and no function, so that a hook
+of the copy would go on using the user's model. So its memo has beforehand what the replica is to have in the place of
+parameters, buffers and other tensors: it copies the structure and no tensor. Functions are made anew after it.
 """
 
 from __future__ import annotations
@@ -174,7 +176,7 @@ class ModuleReplica:
         self._close_over_own(with_attributes)
         for position in {position for position, _ in late}:
             postpone(pairs[id(modules[position])], {name for other, name in late if other == position})
-        if any(value is MISSING for value in own.objects.values()):
+        if any(value is MISSING for value in own.objects.values()):  # this replica lacks a part of a `PerReplica`
             drop(with_attributes, MISSING)
             self._drop_missing()
         self._slots = slots
@@ -194,8 +196,10 @@ class ModuleReplica:
         self.aliased = [may_alias and owner.device == self.device for owner in owners]
         apart = [owner for owner, aliased in zip(owners, self.aliased, strict=True) if not aliased]
         sent = iter(copy_tensors(apart, self.device))
-        marked = zip(owners, self.aliased, strict=True)
-        self.parameters = [_make_local(owner, owner.detach() if aliased else next(sent)) for owner, aliased in marked]
+        self.parameters: list[ReplicaParameter] = []
+        for owner, is_aliased in zip(owners, self.aliased, strict=True):
+            memory = owner.detach() if is_aliased else next(sent)
+            self.parameters.append(_make_local(owner, memory))
         # Whether writes on all parameters are counted by the user's parameters: where a replica's parameter has shared
         # the memory from the beginning, both have one version counter.
         self._is_counted_by_users = all(self.aliased)
@@ -218,7 +222,7 @@ class ModuleReplica:
         own: dict[int, Any] = {}
         constants: dict[int, torch.Tensor] = {}
         outputs: list[torch.Tensor] = []
-        for path, held in (pair for name, value in named for pair in things_in(name, value)):
+        for path, held in chain.from_iterable(things_in(name, value) for name, value in named):
             if id(held) in known or id(held) in own:
                 continue
             if isinstance(held, _ONE_FOR_ALL) or is_variable(held):
@@ -333,8 +337,11 @@ class ModuleReplica:
 
     def lacks_parts_in(self, values: Iterable[Any]) -> bool:
         """Whether some values of the user's hold a module or a trainable tensor of which this replica has no copy."""
-        held = (thing for value in values for _, thing in things_in("", value) if id(thing) not in self.local_objects)
-        return any(isinstance(thing, nn.Module) or _is_trainable(thing) for thing in held)
+        for _, thing in chain.from_iterable(things_in("", value) for value in values):
+            is_known = id(thing) in self.local_objects
+            if not is_known and (isinstance(thing, nn.Module) or _is_trainable(thing)):
+                return True
+        return False
 
     def copy_values(self, values: Mapping[tuple[str, str], Any], own: Mapping[int, Any]) -> dict[tuple[str, str], Any]:
         """Copies of values of the user's for this replica, with the replica's own objects where it has them already.
@@ -347,13 +354,19 @@ class ModuleReplica:
                 what `named_items` returned for a container.
             own: By the ids of further objects of the user's: the objects that this replica has in their place.
         """
-        ours = set(map(id, self.buffers.tensors))
-        memo = {key: one for key, one in self.local_objects.items() if type(one) is not torch.Tensor or id(one) in ours}
+        buffers = set(map(id, self.buffers.tensors))
+        memo: dict[int, Any] = {}
+        for key, one in self.local_objects.items():
+            may_be_outdated = type(one) is torch.Tensor and id(one) not in buffers
+            if not may_be_outdated:
+                memo[key] = one
         memo.update(own)
         named: list[tuple[str, Any]] = []
         for (path, name), value in values.items():
-            places = {("", None): value} if name else value  # each item of a container has a name of its own
-            named += [(path + name + shown.format(key), held) for (shown, key), held in places.items()]
+            if name:
+                named.append((path + name, value))
+            else:  # each item of a container has a name of its own
+                named += [(path + shown.format(key), held) for (shown, key), held in value.items()]
         new = self._find_own(named, memo, is_new=False)
         memo.update(new.objects)
         memo.update(zip(map(id, new.constants), copy_tensors(new.constants, self.device), strict=True))
@@ -376,10 +389,14 @@ class ModuleReplica:
         A tensor in the place of a buffer is a value of this buffer, and no change, if the buffer is nowhere else.
         """
         found = list(self._structure.edits())
-        made = [edit for edit in found if not (_is_value(edit) and (edit.place[0], edit.name) in self._slots)]
-        if found and not made:
+        changes: list[Edit] = []
+        for edit in found:
+            is_value_of_buffer = _is_value(edit) and (edit.place[0], edit.name) in self._slots
+            if not is_value_of_buffer:
+                changes.append(edit)
+        if found and not changes:
             self._structure.take()
-        return made
+        return changes
 
     def buffer(self, index: int) -> torch.Tensor:
         """The replica's own buffer, or the tensor that the step put in its place."""

@@ -221,6 +221,7 @@ class ReplicatedModules:
         # It is also called within a run, where a step may have set `requires_grad` on its copies: that is not brought.
         # Torch's own optimizers count their writes, but for fused ones, whose parameters are noted.
         is_torchs_code = self._is_watched and optimizer is not None and has_own_code_only(optimizer)
+        # A hook on a parameter is the user's, and may write through `.data`.
         counts_all = is_torchs_code and not have_gradient_hooks(self.owners)
         found = self._parameters.take_changes(counts_all)
         changed, moved = found.all, found.moved
@@ -254,8 +255,8 @@ class ReplicatedModules:
     def _watch_parameters(self) -> None:
         """Looks for writes that torch does not count on the parameters of which some replica has a real copy."""
         # See Note [What is aliased and what is copied]. Where all replicas share the memory, nothing has to be brought.
-        by_all = map(all, zip(*self.list_sharing(), strict=True))
-        watched = [index for index, is_shared in enumerate(by_all) if not is_shared]
+        of_all = zip(*self.list_sharing(), strict=True)
+        watched = [index for index, of_replicas in enumerate(of_all) if not all(of_replicas)]
         self._is_watched = bool(watched)
         self._parameters.watch(watched)
 
@@ -265,9 +266,12 @@ class ReplicatedModules:
 
     def own_parameters(self) -> dict[int, dict[int, ReplicaParameter]]:
         """By replica, for those that have any: its parameters with memory of their own, by the ids of the user's."""
-        pairs = ((r, zip(self.owners, one.parameters, one.aliased, strict=True)) for r, one in enumerate(self.replicas))
-        own = {r: {id(owner): local for owner, local, is_shared in of_one if not is_shared} for r, of_one in pairs}
-        return {r: parameters for r, parameters in own.items() if parameters}
+        found: dict[int, dict[int, ReplicaParameter]] = {}
+        for r, replica in enumerate(self.replicas):
+            for owner, local, is_shared in zip(self.owners, replica.parameters, replica.aliased, strict=True):
+                if not is_shared:
+                    found.setdefault(r, {})[id(owner)] = local
+        return found
 
     def note_updated(self, owners: Sequence[torch.Tensor]) -> None:
         """Says that the user's parameters, and all copies with memory of their own, were updated alike."""
@@ -285,7 +289,9 @@ class ReplicatedModules:
         Raises:
             RuntimeError: Naming the parameter.
         """
-        written = [*self._parameters.written(), *(i for r in present for i in self.replicas[r].written_parameters())]
+        written = self._parameters.written()
+        for r in present:
+            written += self.replicas[r].written_parameters()
         if written:
             raise RuntimeError(written_in_replica_message(self.names[min(written)]))
 
@@ -345,9 +351,12 @@ class ReplicatedModules:
             set_trained(self.owners, trained)
             self._trained = []  # unknown: replicas without rows may have others
         elsewhere = lead.replaced_buffers()
-        replaced = {i: value for i, value in values.items() if i in elsewhere or not self._buffers.fits(i, value)}
-        for index in [index for index in values if index not in replaced]:
-            self._buffers.take(index, values[index])
+        replaced: dict[int, torch.Tensor] = {}
+        for index, value in values.items():
+            if index in elsewhere or not self._buffers.fits(index, value):
+                replaced[index] = value
+            else:
+                self._buffers.take(index, value)
         if replaced:
             self._replace_buffers(replaced, lead)
         if self._workers.count > 1:
@@ -384,7 +393,8 @@ class ReplicatedModules:
         for index, value in values.items():
             placed = lead.buffer(index)
             own, users = owned.get(memory_id(placed), (None, None))
-            if own is None or users is None or not 0 <= memory_id(placed) == memory_id(value):
+            is_its_value = memory_id(placed) >= 0 and memory_id(placed) == memory_id(value)
+            if own is None or users is None or not is_its_value:
                 continue  # memory that the step has made, or a mean over the replicas
             self._is_outdated = True
             if placed is own:
@@ -396,13 +406,19 @@ class ReplicatedModules:
 
     def _find_new_buffers(self, weights: ReplicaWeights, changes: Changes) -> Made:
         """The tensors that the first replica of all workers made or put in the place of buffers."""
-        made = [[((e.place, e.name), e.after) for e in own if isinstance(e.after, torch.Tensor)] for own in changes]
-        here = [{key: after.detach().cpu() for key, after in own} for own in made]
+        here: list[Made] = []
+        for edits in changes:
+            made: Made = {}
+            for edit in edits:
+                if isinstance(edit.after, torch.Tensor):
+                    made[edit.place, edit.name] = edit.after.detach().cpu()
+            here.append(made)
         told = [] if weights.is_understudy else here
         of_all = self._workers.all_gather_object(told, "the buffers that the step made")
         of_replicas = list(chain.from_iterable(of_all)) or here
-        for ((position, _), name), value in of_replicas[0].items():
-            others = [own[key] for own in of_replicas[1:] if (key := ((position, "_buffers"), name)) in own]
+        for key, value in of_replicas[0].items():
+            (position, _), name = key
+            others = [made[key] for made in of_replicas[1:] if key in made]
             path = f"buffer {self._paths[position]}.{name}"
             self.lost_numbers.look(id(self._insides[position]), path, value, others)
         return of_replicas[0]
@@ -466,16 +482,22 @@ class ReplicatedModules:
             combined[index] = values[0]
             if index in self._buffers.running and self._placement.averages_buffers:
                 averaged.append(index)
-                here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
-                combined[index] = torch.stack(here).sum(0) if here else torch.zeros_like(original)
+                combined[index] = _weighted_sum(values, fractions, original)
             elif index not in self._buffers.running:
                 written = zip(values[1:], self._written[1:], strict=True)
-                others = [value for value, indices in written if index in indices]
+                others = [value for value, of_replica in written if index in of_replica]
                 module = id(self._insides[self._slots[index][0]])
                 self.lost_numbers.look(module, f"buffer {self._buffer_names[index]}", values[0], others)
         if self._workers.count > 1:
             worker_values.combine_over_workers(self._workers, combined, averaged, weights.lead_worker)
         return combined
+
+
+def _weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """The sum of tensors, each multiplied by its weight, where `like` is."""
+    # What does not count may be NaN, and 0 * NaN is NaN.
+    weighted = [value.to(like.device) * weight for value, weight in zip(values, weights, strict=True) if weight]
+    return torch.stack(weighted).sum(0) if weighted else torch.zeros_like(like)
 
 
 _UNSAVED = "_non_persistent_buffers_set"

@@ -123,8 +123,12 @@ class ClosureRebinder:
         """The global names of a replica's function: what differs from the user's, over the user's own."""
         if self._with_globals is None:
             return fn.__globals__.users if isinstance(fn.__globals__, _Globals) else fn.__globals__
-        values = {name: fn.__globals__[name] for name in globals_of(fn)}
-        own = {name: held for name, value in values.items() if (held := self.rebind_object(value)) is not value}
+        own: dict[str, Any] = {}
+        for name in globals_of(fn):
+            value = fn.__globals__[name]
+            rebound = self.rebind_object(value)
+            if rebound is not value:
+                own[name] = rebound
         return _Globals(own, fn.__globals__) if own else fn.__globals__
 
     def _rebind_variable(self, cell: types.CellType, fn: types.FunctionType) -> types.CellType:
@@ -211,8 +215,9 @@ def deep_copy(value: Any, memo: Mapping[int, Any]) -> Any:
         try:
             return copy.deepcopy(value, {**memo, **shared})
         except Exception as error:
-            # The innermost object that was being copied.
-            held = [f.f_locals[own] for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code is code][-1]
-            if id(held) in shared or isinstance(held, (torch.Tensor, nn.Module)):
+            # `copy.deepcopy` calls itself for what an object holds: the last of its frames has the innermost object.
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+            uncopied = frames[-1].f_locals[own]
+            if id(uncopied) in shared or isinstance(uncopied, (torch.Tensor, nn.Module)):
                 raise
-            shared[id(held)] = held
+            shared[id(uncopied)] = uncopied

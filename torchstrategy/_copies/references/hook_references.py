@@ -221,15 +221,18 @@ class References:
 
     def _look_into_methods(self, cls: type, names: Iterable[str] | None, functions: int, objects: int) -> None:
         """Looks into methods of a class, which are one for all replicas; `None`: into all of them."""
-        for base in cls.__mro__:
-            if package_of(base) not in _LIBRARIES:
-                for name in list(vars(base)) if names is None else names:
-                    method = vars(base).get(name)
-                    method = method.fget if isinstance(method, property) else method
-                    if isinstance(method, types.FunctionType) and functions:
-                        self.look_at(name, method, Way.FIXED, 0, functions, objects)
-                        if names is not None:
-                            self._look_into_methods(cls, names_in(method.__code__), functions - 1, objects)
+        for base in cls.__mro__ if functions else ():
+            if package_of(base) in _LIBRARIES:
+                continue
+            for name in list(vars(base)) if names is None else names:
+                method = vars(base).get(name)
+                if isinstance(method, property):
+                    method = method.fget
+                if not isinstance(method, types.FunctionType):
+                    continue
+                self.look_at(name, method, Way.FIXED, 0, functions, objects)
+                if names is not None:  # else its other methods are looked at anyway
+                    self._look_into_methods(cls, names_in(method.__code__), functions - 1, objects)
 
 
 def names_in_method(method: types.MethodType) -> tuple[str, ...]:
@@ -254,9 +257,10 @@ def is_constant(value: Any) -> bool:
 
 def has_attributes(fn: types.FunctionType) -> bool:
     """Whether a function may have attributes in which it keeps something: it has some, or knows itself."""
-    return bool(fn.__dict__.keys() - {"__wrapped__"}) or any(
-        value is fn for _, cell in variables_of(fn) for value in named_items(cell).values()
-    )
+    if fn.__dict__.keys() - {"__wrapped__"}:
+        return True
+    in_variables = chain.from_iterable(named_items(cell).values() for _, cell in variables_of(fn))
+    return any(value is fn for value in in_variables)
 
 
 def variables_of(fn: types.FunctionType) -> Iterator[tuple[str, types.CellType]]:
@@ -267,7 +271,7 @@ def variables_of(fn: types.FunctionType) -> Iterator[tuple[str, types.CellType]]
 def is_variable_kept(cell: types.CellType, left_out: Container[int]) -> bool:
     """Whether replicas have variables of their own in the place of one: it holds no part of a model, and no function.
 
-    A replica's function over a part of a model has the replica's part for good; see `copies.ClosureRebinder`.
+    A replica's function over a part of a model has the replica's part for good; see `deep_copies.ClosureRebinder`.
     """
     for value in named_items(cell).values():
         return id(value) not in left_out and not isinstance(value, (*_CALLED, nn.Module, type, types.ModuleType))
