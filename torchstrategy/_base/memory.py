@@ -35,7 +35,10 @@ def memory_between_ends(tensor: torch.Tensor) -> torch.Tensor:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor as bytes, one after the other; a copy where they are not so in memory."""
-    return as_in_memory(tensor).contiguous().reshape(-1).view(torch.uint8)
+    numbers = as_in_memory(tensor).contiguous()
+    if not numbers.numel():  # an empty tensor, such as that of an empty array, may have strides that `view` refuses
+        return numbers.new_empty(0, dtype=torch.uint8)
+    return numbers.reshape(-1).view(torch.uint8)
 
 
 def as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
