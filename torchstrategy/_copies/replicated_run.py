@@ -1,4 +1,9 @@
-"""What all replicas have of the user's modules and optimizers, and one run on it: how it begins, ends and is undone."""
+"""What all replicas have of the user's modules and optimizers, and one run on it: how it begins, ends and is undone.
+
+A `ReplicaSet` lives from run to run, since to make copies takes longer than most steps. A `ReplicatedRun` is one call
+of `run` on such a set: what depends on the step, and what acts for all replicas while they stand still. So a run that
+fails leaves nothing but a set that is not used again.
+"""
 
 from __future__ import annotations
 
