@@ -20,6 +20,7 @@ from torchstrategy._base.distributed_values import DistributedValues, Mirrored, 
 from torchstrategy._base.errors import require_type
 from torchstrategy._base.objects.module_traversal import move
 from torchstrategy._base.options import ReduceOp, RunOptions
+from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.row_lists import own_rows
 from torchstrategy._base.torch_internals import are_parametrizations_cached, parametrizations_computed_anew
 from torchstrategy._base.trace import traced
@@ -71,7 +72,7 @@ class ReplicatedExtended(StrategyExtended):
     ) -> None:
         super().__init__()
         self._storage = storage
-        self._workers, self._streams = storage.layout.workers, storage.layout.streams
+        self._workers, self._streams = storage.placement.workers, storage.placement.streams
         self._num_local = len(storage.devices)  # all workers have the same number of replicas
         self._replicas = Replicas(storage.devices, self._workers.index * self._num_local)
         self._losses = RunLosses(gradient_reduction, self._workers, self._num_local, examples is not None)
@@ -94,7 +95,7 @@ class ReplicatedExtended(StrategyExtended):
 
     @property
     def experimental_between_graph(self) -> bool:
-        return not self._storage.layout.is_mirrored
+        return not self._storage.placement.is_mirrored
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
         require_type(v, nn.Module | torch.Tensor, "variable_created_in_scope asks about a module or a parameter")
@@ -197,12 +198,12 @@ class ReplicatedExtended(StrategyExtended):
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
                     Frame(strategy, context, run_state.local_objects(replica)),
-                    losses.watching(replica, run_state.copies.gradients) if losses else _NO_BLOCK,
+                    losses.watching(replica, run_state.replica_set.gradients) if losses else _NO_BLOCK,
                 ):
                     try:
                         result = own_fn(*own_args, **own_kwargs)
                         refuse_unfinished(result)
-                        run_state.copies.gradients.accumulate(replica.index)
+                        run_state.replica_set.gradients.accumulate(replica.index)
                         return result
                     finally:
                         context._ends()
@@ -213,7 +214,7 @@ class ReplicatedExtended(StrategyExtended):
                 self._streams.has_drawn |= self._replicas.has_drawn
                 self._streams.has_drawn &= not weights.is_understudy
             if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
-                run_state.copies.gradients.deliver_late_ones()
+                run_state.replica_set.gradients.deliver_late_ones()
             result = weights.regrouped(results, self._workers, are_results=True)
         if streams is not None:
             self._side_streams = tuple(streams.side)
@@ -427,7 +428,7 @@ class ReplicatedExtended(StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._workers.count > 1:
             raise TypeError("A strategy of several processes cannot be copied: its exchanges would have no order.")
-        return type(self)(type(self._storage)(self._storage.layout), self._losses.said, self._ops, self._examples)
+        return type(self)(type(self._storage)(self._storage.placement), self._losses.said, self._ops, self._examples)
 
 
 _NO_BLOCK: AbstractContextManager[None] = nullcontext()
@@ -440,4 +441,4 @@ def _may_require_grad(value: Tree) -> bool:
     return not isinstance(value, _WITHOUT_TENSORS) and torch.is_grad_enabled()
 
 
-_WITHOUT_TENSORS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_WITHOUT_TENSORS = (*PLAIN, torch.Size)

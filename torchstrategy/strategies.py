@@ -400,7 +400,7 @@ def make_storage(devices: list[Device], owner: Device, buffer_aggregation: str, 
     """
     if buffer_aggregation not in ("mean", "only_first_replica"):
         raise ValueError(f"buffer_aggregation={buffer_aggregation!r} is neither 'mean' nor 'only_first_replica'.")
-    layout = Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored)
+    placement = Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored)
     if len(devices) > 1 or memory_device(devices[0]) != memory_device(owner):
-        return ReplicatedStorage(layout)
-    return Storage(layout) if layout.workers.count == 1 else OwnObjects(layout)
+        return ReplicatedStorage(placement)
+    return Storage(placement) if placement.workers.count == 1 else OwnObjects(placement)

@@ -13,6 +13,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -927,6 +928,26 @@ def test_a_global_that_a_hook_only_reads_is_no_fault(several: torchstrategy.Stra
     model, _ = in_scope(several)
     model[0].register_forward_hook(lambda module, inputs, output: output * len(REGISTRY) + float(TOTAL.sum()))
     several.run(lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),))
+
+
+with torch.inference_mode():
+    COUNTED = torch.zeros(())  # which does not count its writes
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_global_may_be_an_inference_tensor_and_a_write_on_it_is_refused(
+    several: torchstrategy.Strategy, writes: bool
+) -> None:
+    """Torch has no version of it, and said so in the place of what was wrong."""
+
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        with torch.inference_mode():
+            COUNTED.add_(1 if writes else 0)
+
+    model, _ = in_scope(several)
+    model[0].register_forward_hook(hook)
+    with pytest.raises(RuntimeError, match="COUNTED was written in a replica") if writes else nullcontext():
+        several.run(lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),))
 
 
 def test_numbers_that_differ_in_a_tensor_that_nothing_holds_are_refused(several: torchstrategy.Strategy) -> None:

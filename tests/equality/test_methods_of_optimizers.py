@@ -389,6 +389,19 @@ def test_a_setting_that_only_another_replica_sets_is_refused(make: Any) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_a_setting_that_only_another_replica_makes_is_refused(make: Any) -> None:
+    """It was lost, too, since the first replica has none to compare it with."""
+    strategy, _, optimizer = _of_one_layer(make)
+
+    def step() -> None:
+        if torchstrategy.get_replica_context().replica_id_in_sync_group == 1:
+            optimizer.param_groups[0]["scale"] = 0.3
+
+    with pytest.raises(RuntimeError, match=r"to different values: None in replica 0 and 0\.3 in replica 1"):
+        strategy.run(step)
+    assert "scale" not in optimizer.param_groups[0]
+
+
 def test_a_setting_that_a_step_deletes_is_gone(make: Any) -> None:
     """It came back in the next run."""
     strategy, _, optimizer = _of_one_layer(make)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import functools
 import pickle
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -72,6 +75,21 @@ def test_what_a_replica_writes_another_does_not_read(several: torchstrategy.Stra
     expected = tuple(range(several.num_replicas_in_sync))
     assert components(several, several.run(trainer.step)) == expected
     assert isinstance(trainer.fake, Values) and components(several, trainer.fake) == expected
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(3), datetime.date(2026, 1, 2), PurePath("a"), (1, np.int64(2)), torch.float32]
+)
+def test_a_plain_value_that_is_equal_in_all_replicas_is_one_value(several: torchstrategy.Strategy, value: Any) -> None:
+    """Each replica makes its own, as a step that computes it does: a NumPy number became one of each replica."""
+
+    class Keeping(Trainer):
+        def step(self) -> None:
+            self.kept = copy.deepcopy(value)
+
+    trainer = made(several, Keeping)
+    several.run(trainer.step)
+    assert type(trainer.kept) is type(value) and trainer.kept == value
 
 
 def test_a_trainer_trains_as_in_plain_torch_with_what_it_keeps_between_two_updates(

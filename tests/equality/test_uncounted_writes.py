@@ -12,7 +12,7 @@ from torch import nn
 
 import torchstrategy
 from topologies import central, compute_devices, mirrored, mirrored_with_copies
-from torchstrategy._base.objects.changes import TrackedTensors
+from torchstrategy._base.writes import TrackedTensors
 from torchstrategy.testing import assert_replicas_agree
 
 F64 = {"dtype": torch.float64}

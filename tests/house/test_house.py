@@ -361,6 +361,25 @@ def test_a_private_name_of_torch_is_found(line: str) -> None:
     assert len(list(private_torch_names(ast.parse(line)))) == 1
 
 
+ASKING_FOR_WRITES = {("_base", name) for name in ("marks", "torch_internals", "writes")}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if parts_of(path)[0] != "testing"], ids=name_of)
+def test_one_place_knows_whether_a_tensor_was_written(path: Path) -> None:
+    """Fourteen files compared torch's versions by hand, and each had its own answer for an inference tensor."""
+    if parts_of(path) in ASKING_FOR_WRITES:
+        return
+    asked = {"version", "versions", "pointers", "_version"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "torchstrategy._base.torch_internals":
+            assert asked.isdisjoint(alias.name for alias in node.names), (
+                "take `Versions` or `version_of` of `_base/marks`"
+            )
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert (node.value.id, node.attr) not in {("torch_internals", name) for name in asked}
+        assert not (isinstance(node, ast.Attribute) and node.attr == "_version")
+
+
 def test_the_module_of_private_names_is_where_they_are() -> None:
     assert list(private_torch_names(ast.parse((PACKAGE / "_base" / "torch_internals.py").read_text())))
 

@@ -12,6 +12,9 @@ replica a thread is.
     torch_internals       the only imports of private names of torch, each with its reason
     recurrent_layers      the weights of recurrent layers, which cuDNN wants in one piece of memory
     memory                where the numbers of a tensor lie: several at one place, or in memory that tensors share
+    marks                 whether a tensor was written, and whether two have the same numbers: the one way to ask each
+    writes                writes on tensors that have copies, those that torch does not count included
+    plain                 what a plain value is: a number, a text or the like, in which nobody can change anything
     worker_threads        whether this thread stands for a process, as tests run workers
     types                 type aliases, and what the lower rooms know of a strategy, a replica's context and variables
     devices               which device a name means, and whether it is there

@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def memory_id(tensor: torch.Tensor) -> int:
     """The id of a tensor's memory; -1 if it has none, as a sparse tensor."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor begin and end in its storage, in bytes."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset())
+    if not tensor.numel():
+        return start * size, start * size
+    last = start + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (last + 1) * size
+
+
+def memory_between_ends(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of the CPU from the first element of a tensor to its last, as bytes: the same memory, and no copy.
+
+    In gaps between the elements there may be what belongs to other tensors.
+    """
+    start, stop = extent(tensor)
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return memory.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor as bytes, one after the other; a copy where they are not so in memory."""
+    numbers = as_in_memory(tensor).contiguous()
+    if not numbers.numel():  # an empty tensor, such as that of an empty array, may have strides that `view` refuses
+        return numbers.new_empty(0, dtype=torch.uint8)
+    return numbers.reshape(-1).view(torch.uint8)
+
+
+def as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The real numbers of a tensor, each as it is in memory."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The elements of some dense tensors of one dtype and device, one after the other, in new memory.
+
+    So they are sent, added up or compared by one call. `torch_internals.unflatten` takes them apart again. (Torch's own
+    function for this returns a view if there is one tensor only, on which the caller might write.)
+    """
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:

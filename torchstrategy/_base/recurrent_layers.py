@@ -48,7 +48,7 @@ def flatten_weights(layer: nn.RNNBase) -> None:
         _laying.is_ours = False
 
 
-def _but_for_replicas(flatten: Callable[[nn.RNNBase], None]) -> Callable[[nn.RNNBase], None]:
+def _leave_replicas_alone(flatten: Callable[[nn.RNNBase], None]) -> Callable[[nn.RNNBase], None]:
     @functools.wraps(flatten)
     def flatten_parameters(self: nn.RNNBase) -> None:
         if may_be_moved(self):
@@ -58,4 +58,4 @@ def _but_for_replicas(flatten: Callable[[nn.RNNBase], None]) -> Callable[[nn.RNN
 
 
 _layers: Any = nn.RNNBase
-_layers.flatten_parameters = _but_for_replicas(_layers.flatten_parameters)
+_layers.flatten_parameters = _leave_replicas_alone(_layers.flatten_parameters)

@@ -65,7 +65,7 @@ foreach_norm = torch._foreach_norm
 foreach_sub = torch._foreach_sub
 
 
-def _counting(write: Callable[..., Any]) -> Callable[..., Any]:
+def _make_counting(write: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(write)
     def counting(*args: Any, **kwargs: Any) -> Any:
         tensors = args[0] if args else kwargs.get("self") or ()
@@ -83,7 +83,7 @@ def _counting(write: Callable[..., Any]) -> Callable[..., Any]:
 # as their kernels for the CPU do. `AveragedModel` writes by the one, and `zero_grad(set_to_none=False)` of an optimizer
 # with `foreach=True` by the other; a run would see neither.
 for _name in ("_foreach_lerp_", "_foreach_zero_"):
-    setattr(torch, _name, _counting(getattr(torch, _name)))
+    setattr(torch, _name, _make_counting(getattr(torch, _name)))
 
 # Whether this build of torch has NCCL; `torch.cuda.nccl.is_available` checks the same, and also warns.
 HAS_NCCL = hasattr(torch._C, "_nccl_all_reduce")
@@ -186,30 +186,21 @@ _STRIDED = frozenset({torch.strided})
 _layout: Callable[[Any], torch.layout] = _of_tensor.layout.__get__
 
 
-def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[list[object]]]:
-    """What a later look compares, to tell whether some tensors were written, or moved.
-
-    Returns:
-        The versions of the tensors, their addresses, and some lists that say how each tensor reads its memory: its
-        dtype, shape and strides, and whether it is conjugate or negative.
-    """
-    read = [_of_tensor.dtype.__get__, _of_tensor.shape.__get__, torch.Tensor.is_conj, torch.Tensor.is_neg]
+def readings(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
+    """How each of some tensors reads its memory: whether as conjugate, whether as negative, and with which strides."""
+    read: list[Callable[[torch.Tensor], Any]] = [torch.Tensor.is_conj, torch.Tensor.is_neg]
     read.append(torch.Tensor.stride if are_dense(tensors) else _stride_or_layout)
-    how = [_of_each(one, tensors) for one in read]
-    return versions(tensors), pointers(tensors), how
-
-
-# The parts of a flat tensor that lie one after the other, in the shapes of other tensors. In Python it would be two
-# calls for each part, which for small tensors take longer than to add them up.
-unflattened: Callable[[torch.Tensor, _Tensors], Sequence[torch.Tensor]] = torch._utils._unflatten_dense_tensors
-
-
-# The reverse: one flat tensor of several of one dtype.
-flattened: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
+    return [_of_each(one, tensors) for one in read]
 
 
 def _stride_or_layout(tensor: torch.Tensor) -> object:
     return tensor.stride() if tensor.layout is torch.strided else tensor.layout
+
+
+# Views of the parts of a flat tensor that lie one after the other, in the shapes of other tensors: the reverse of
+# `memory.flatten`. In Python it would be two calls for each part, which for small tensors take longer than to add them
+# up.
+unflatten: Callable[[torch.Tensor, _Tensors], Sequence[torch.Tensor]] = torch._utils._unflatten_dense_tensors
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -10,14 +10,11 @@ not look into them; `leaves_within` and `map_within` do.
 from __future__ import annotations
 
 import copy
-import enum
 import functools
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
-from datetime import date, timedelta
-from pathlib import PurePath
 from typing import Any, final
 
 import torch
@@ -25,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchstrategy._base import torch_internals
 from torchstrategy._base.errors import an
+from torchstrategy._base.plain import PLAIN_TYPES, ROW_OBJECTS
 from torchstrategy._base.torch_internals import TreeSpec
 from torchstrategy._base.types import Tree
 
@@ -71,12 +69,9 @@ def tree_leaves(tree: Tree) -> list[Tree]:
     return leaves
 
 
-PLAIN_LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
+PLAIN_LEAVES = frozenset({torch.Tensor, *PLAIN_TYPES})
 # These, and what else is never looked into: the class of most values of replicas adds itself.
 KNOWN_LEAVES: set[Any] = set(PLAIN_LEAVES)
-
-
-_PLAIN_OBJECTS = (str, bytes, int, float, complex, type(None), enum.Enum, date, timedelta, PurePath)
 
 
 @final
@@ -102,7 +97,7 @@ def _is_plain(value: Tree) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
-    return isinstance(value, _PLAIN_OBJECTS)
+    return isinstance(value, ROW_OBJECTS)
 
 
 def is_container(value: Tree) -> bool:
@@ -207,7 +202,7 @@ def _zip(
     if are_results and (kinds == {list} or kinds == {tuple}):
         in_rows = in_rows or all(is_plain_list(tree) for tree in trees if tree)
         are_uneven = len(set(map(len, trees))) > 1 and (in_rows or kinds == {list})
-    nodes = [] if are_uneven or PLAIN_LEAVES.issuperset(kinds) else [_opened(tree, is_leaf) for tree in trees]
+    nodes = [] if are_uneven or PLAIN_LEAVES.issuperset(kinds) else [_open_container(tree, is_leaf) for tree in trees]
     if not any(kind for kind, _ in nodes):
         columns.append(RowColumn(trees) if in_rows else list(trees))
         return LEAF
@@ -226,7 +221,7 @@ def _zip(
     return TreeSpec(node, torch_internals.kinds_of_nodes[node].flatten_fn(trees[0])[1], inner)
 
 
-def _opened(tree: Tree, is_leaf: IsLeaf) -> tuple[object, Mapping[Any, Tree]]:
+def _open_container(tree: Tree, is_leaf: IsLeaf) -> tuple[object, Mapping[Any, Tree]]:
     """What containers of one structure have alike, and the parts of a container by index or key; of a leaf, None."""
     kind = torch_internals.kind_of_node(tree)
     if kind not in torch_internals.kinds_of_nodes or is_leaf(tree):
@@ -332,7 +327,7 @@ def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
         TypeError: If a copy of a mapping shares its items with the original, which has to stay as it is.
     """
     if not _has_fields(record):
-        return _with_items(record, change)
+        return _copy_with_items(record, change)
     changed = copy.copy(record)
     put = object.__setattr__ if record.__dataclass_params__.frozen else setattr
     for name, part in parts_of(record).items():
@@ -354,7 +349,7 @@ def check_depth(tree: Tree) -> None:
     Raises:
         ValueError: If a container holds itself, or is nested in more than `MOST_LEVELS` levels.
     """
-    levels = [(tree, iter(_held_by(tree).items()))]  # the containers on the way down, each with its parts to come
+    levels = [(tree, iter(_list_parts(tree).items()))]  # the containers on the way down, each with its parts to come
     path: list[str] = []
     while levels:
         name, part = next(levels[-1][1], (None, None))
@@ -362,7 +357,7 @@ def check_depth(tree: Tree) -> None:
             levels.pop()
             path = path[: max(0, len(levels) - 1)]
             continue
-        held = _held_by(part)
+        held = _list_parts(part)
         path = [*path[: len(levels) - 1], name]
         above = [depth for depth, (container, _) in enumerate(levels) if held and container is part]
         if above:
@@ -381,11 +376,11 @@ def check_depth(tree: Tree) -> None:
         levels.append((part, iter(held.items())))
 
 
-def _held_by(value: Tree) -> dict[str, Tree]:
+def _list_parts(value: Tree) -> dict[str, Tree]:
     """The parts of a container or record, by the code that reads them; of anything else, none."""
     if is_record(value):
         return parts_of(value)
-    kind, parts = _opened(value, is_one_thing)
+    kind, parts = _open_container(value, is_one_thing)
     return {f"[{key!r}]": part for key, part in parts.items()} if kind else {}
 
 
@@ -393,7 +388,7 @@ def _has_fields(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type)  # a dataclass that is also a mapping counts as this
 
 
-def _copied(record: MutableMapping[Any, Tree]) -> Any:
+def _copy_record(record: MutableMapping[Any, Tree]) -> Any:
     try:
         return copy.copy(record)
     except KeyError:
@@ -407,8 +402,8 @@ def _copied(record: MutableMapping[Any, Tree]) -> Any:
         return changed
 
 
-def _with_items(record: MutableMapping[Any, Tree], change: Callable[[str, Tree], Tree]) -> Any:
-    changed, before = _copied(record), dict(record)
+def _copy_with_items(record: MutableMapping[Any, Tree], change: Callable[[str, Tree], Tree]) -> Any:
+    changed, before = _copy_record(record), dict(record)
     for (key, part), name in zip(before.items(), parts_of(record), strict=True):
         changed[key] = change(name, part)
         if record[key] is not part and record[key] is changed[key]:

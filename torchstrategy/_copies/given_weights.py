@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.proxies import plain_class
-from torchstrategy._base.torch_internals import versions
 from torchstrategy._base.types import Device
 from torchstrategy._variables.variable import is_variable
 
@@ -54,8 +54,8 @@ def own_weights_in_place(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]
         _own[module] = [(table, dict(table)) for table in tables if table]
         yield {}
         return
-    given = list(_given_to(module))
-    for place, own in _own_for(module, given):
+    given = list(_find_given(module))
+    for place, own in _find_own(module, given):
         place.table[place.name] = own
     try:
         yield {place.path: place.tensor for place in given}
@@ -69,7 +69,7 @@ def _has_given(part: nn.Module) -> bool:
     return any(map(_is_given_parameter, parameters)) or any(map(_is_given_buffer, buffers))
 
 
-def _given_to(module: nn.Module) -> Iterator[_Given]:
+def _find_given(module: nn.Module) -> Iterator[_Given]:
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
         for table, is_given in ((part._parameters, _is_given_parameter), (part._buffers, _is_given_buffer)):
@@ -91,7 +91,7 @@ def _is_given_buffer(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and not is_variable(tensor)
 
 
-def _own_for(module: nn.Module, given: list[_Given]) -> list[tuple[_Given, torch.Tensor | None]]:
+def _find_own(module: nn.Module, given: list[_Given]) -> list[tuple[_Given, torch.Tensor | None]]:
     """What belongs in the place of each given tensor.
 
     If that is not known, it is a new parameter: the values do not matter, since the given tensor is used.
@@ -135,11 +135,11 @@ def call_with(
         RuntimeError: If forward writes on one, or puts another tensor into its place.
     """
     placed = dict(given)
-    before = versions(list(given.values()))
+    known = Versions(list(given.values()))
     output = torch.func.functional_call(module, placed, inputs, kwargs, tie_weights=False)
-    after = versions(list(given.values()))
-    for (path, tensor), old, new in zip(given.items(), before, after, strict=True):
-        if old != new or placed[path] is not tensor:
+    written = known.written()
+    for position, (path, tensor) in enumerate(given.items()):
+        if position in written or placed[path] is not tensor:
             raise RuntimeError(_WRITTEN.format(path=path))
     return output
 

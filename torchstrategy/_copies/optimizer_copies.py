@@ -15,18 +15,20 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from torchstrategy._base.context import undisturbed
-from torchstrategy._base.objects.changes import TrackedTensors, are_same
+from torchstrategy._base.marks import mark_of
+from torchstrategy._base.objects.changes import are_same
 from torchstrategy._base.objects.proxies import is_torchs, parameters_of, plain_class
 from torchstrategy._base.objects.torch_hooks import others_are_told
-from torchstrategy._base.torch_internals import raw_grad, versions
+from torchstrategy._base.torch_internals import raw_grad, raw_grads
 from torchstrategy._base.trace import traced
+from torchstrategy._base.writes import TrackedTensors
 from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter
 from torchstrategy._copies.replica_steppers import settings_of
 from torchstrategy._group.transfer import copy_to
@@ -60,7 +62,7 @@ class OptimizerCopies:
         self._known: list[Any] = []
         self._tensors = TrackedTensors([])  # those in it
         # The marks of the gradients with which the user's optimizer begins its step.
-        self._gradients: tuple[list[int], list[int]] = [], []
+        self._gradients: list[tuple[int, int]] = []
         # Replicas on several devices run at the same time, and each may ask for the state of its copy.
         self._lock = threading.Lock()
 
@@ -78,7 +80,7 @@ class OptimizerCopies:
         for copied in self.of_replicas.values():
             copied.bring(optimizer, with_state=has_news)
         self._known = known
-        self._gradients = _marks_of_gradients(optimizer)
+        self._gradients = _mark_gradients(optimizer)
 
     def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived) -> bool:
         """After a step of the user's optimizer: the copies take the same step on the replicas' parameters.
@@ -92,12 +94,16 @@ class OptimizerCopies:
             Whether they took it. They cannot if the gradients are no longer those that the user's optimizer began its
             step with: torch's loops for SGD with nesterov momentum write on gradients, and a closure makes new ones.
         """
-        if _marks_of_gradients(optimizer) != self._gradients:
+        if _mark_gradients(optimizer) != self._gradients:
             return False
-        gradients = [(owner, gradient) for owner in owners if (gradient := raw_grad(owner)) is not None]
+        gradients = [(owner, raw_grad(owner)) for owner in owners]
         for replica, copied in self.of_replicas.items():
+            taken: list[_Gradient] = []
+            for owner, gradient in gradients:
+                if gradient is not None and id(owner) in copied.plain:
+                    taken.append(_Gradient(owner, gradient, here=arrived(gradient, replica)))
             with traced("update [{}] [replica {}]", optimizer, replica):
-                copied.step([(o, g, arrived(g, replica)) for o, g in gradients if id(o) in copied.plain])
+                copied.step(taken)
         self._note_state(optimizer)  # the step itself has written it, and the copies have done the same to theirs
         return True
 
@@ -115,9 +121,16 @@ class OptimizerCopies:
 _NOTHING = object()  # what no state has in it
 
 
-def _marks_of_gradients(optimizer: Optimizer) -> tuple[list[int], list[int]]:
-    gradients = [gradient for p in parameters_of(optimizer) if (gradient := raw_grad(p)) is not None]
-    return list(map(id, gradients)), versions(gradients)
+class _Gradient(NamedTuple):
+    """A gradient with which the copy of an optimizer takes a step."""
+
+    owner: torch.Tensor  # the user's parameter
+    gradient: torch.Tensor  # of the user's parameter
+    here: torch.Tensor | None  # the copy of the gradient that is on the replica's device already
+
+
+def _mark_gradients(optimizer: Optimizer) -> list[tuple[int, int]]:
+    return list(map(mark_of, raw_grads(parameters_of(optimizer))))
 
 
 @final
@@ -131,10 +144,10 @@ class _Copy:
         # chooses another loop, which rounds otherwise.
         owners = [owner for owner in parameters_of(optimizer) if id(owner) in local]
         self.plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in owners}
-        groups = [
-            {**group, "params": [self.plain[id(owner)] for owner in group["params"] if id(owner) in local]}
-            for group in inside["param_groups"]
-        ]
+        groups: list[dict[str, Any]] = []
+        for group in inside["param_groups"]:
+            plain = [self.plain[id(owner)] for owner in group["params"] if id(owner) in local]
+            groups.append({**group, "params": plain})
         # Not by the constructor: those of torch's optimizers differ in their arguments.
         self._optimizer: Any = object.__new__(cls)
         state = {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
@@ -154,21 +167,21 @@ class _Copy:
         for owner, values in vars(optimizer)["state"].items():
             plain = self.plain.get(id(owner))
             if plain is not None:
-                self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in values.items()}
+                self._optimizer.state[plain] = {name: _send(value, plain) for name, value in values.items()}
 
-    def step(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
-        """Takes a step. For each of the user's parameters there is its gradient, and the copy that is here already."""
+    def step(self, gradients: Sequence[_Gradient]) -> None:
+        """Takes a step."""
         if not gradients:
             return
-        trained = [self.plain[id(owner)] for owner, _, _ in gradients]
-        for (owner, _, _), plain in zip(gradients, trained, strict=True):
-            local = self._local[id(owner)]
+        trained = [self.plain[id(one.owner)] for one in gradients]
+        for one, plain in zip(gradients, trained, strict=True):
+            local = self._local[id(one.owner)]
             # The replica's parameter may have got other memory since the last step (`ModuleReplica.bring_parameters`).
             if plain.data_ptr() != local.data_ptr() or plain.shape != local.shape:
                 plain.data = local.detach()
-        sent = iter(copy_to([gradient for _, gradient, here in gradients if here is None], trained[0].device))
-        for (_, _, here), plain in zip(gradients, trained, strict=True):
-            plain.grad = next(sent) if here is None else here
+        sent = iter(copy_to([one.gradient for one in gradients if one.here is None], trained[0].device))
+        for one, plain in zip(gradients, trained, strict=True):
+            plain.grad = next(sent) if one.here is None else one.here
         try:
             self._optimizer.step()
         finally:
@@ -177,7 +190,7 @@ class _Copy:
                 plain.grad = None
 
 
-def _sent(value: Any, parameter: torch.Tensor) -> Any:
+def _send(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     # Torch keeps some scalars of the state on the CPU, such as the number of steps.

@@ -1,4 +1,8 @@
-"""Refusals of objects of which replicas cannot have copies."""
+"""Refusals of objects of which replicas cannot have copies.
+
+`copy.deepcopy` does not refuse most of them: it makes a copy that would not learn, or learn otherwise than the user's.
+So they are refused by name, when the user gives the module to the strategy or when the first run copies it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from torchstrategy._base.objects.attribute_contents import closed_over, things_in
+from torchstrategy._base.objects.attribute_contents import things_in, variables_in_closure
 from torchstrategy._base.objects.module_traversal import (
     HOOK_TABLES,
     computed_by_hooks,
@@ -85,7 +89,9 @@ def refuse_trainable(path: str, value: object, parameters: Container[int]) -> No
             f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. Make "
             "it a torch.nn.Parameter(...) or torch.nn.ParameterList([...]) of the module, or detach it."
         )
-    for name in trainable_among(closed_over(value) if isinstance(value, types.FunctionType) else (), parameters):
+    for name in trainable_among(
+        variables_in_closure(value) if isinstance(value, types.FunctionType) else (), parameters
+    ):
         raise TypeError(
             f"{path} is a function that closes over {name}, a tensor that requires grad and is no parameter: every "
             "replica would add to its one gradient. Make it a torch.nn.Parameter(...) of the module, or detach it."

@@ -25,8 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._base.context import current_frame, in_use
 from torchstrategy._base.devices import memory_device
+from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.proxies import plain_class, users_own
-from torchstrategy._base.torch_internals import hide_from_compiler, versions
+from torchstrategy._base.plain import PLAIN
+from torchstrategy._base.torch_internals import hide_from_compiler
 from torchstrategy._base.trace import traced
 from torchstrategy._base.tree import tree_flatten
 from torchstrategy._base.types import Device, Tree
@@ -36,14 +38,18 @@ from torchstrategy._group.group import Replica
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group has beside its parameters, for another optimizer or another replica."""
-    # A learning rate may be a tensor. Each replica gets a clone: `lr.mul_(0.5)` on one tensor would act n times.
-    return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in group.items() if name != "params"}
+    settings: dict[str, Any] = {}
+    for name, value in group.items():
+        if name != "params":
+            # A learning rate may be a tensor. Each replica gets a clone: `lr.mul_(0.5)` on one would act n times.
+            settings[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return settings
 
 
 class OptimizerHost(Protocol):
     """The user's own parameters and gradients in one run, for the optimizers in its replicas."""
 
-    def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
+    def call_for_all(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
         """Calls a function once for all replicas, while they wait: the user's parameters have all gradients.
 
         Args:
@@ -63,7 +69,7 @@ class OptimizerHost(Protocol):
     def stop_showing(self, optimizer: Optimizer | None = None) -> None:
         """Ends `show`: the values that an optimizer has written on the user's parameters reach the replicas."""
 
-    def loss(self, losses: Sequence[Any]) -> Any:
+    def combine_losses(self, losses: Sequence[Any]) -> Any:
         """The loss of the whole batch, made of the loss of each replica."""
 
 
@@ -94,9 +100,8 @@ class ReplicaOptimizer:
     # The groups that the step was shown, on which it may write, and the same groups as they were then.
     _groups: list[dict[str, Any]] = field(default_factory=list)
     _shown: list[dict[str, Any]] = field(default_factory=list)
-    # The tensors of the state that the step was shown, and their versions then.
-    _state: list[torch.Tensor] = field(default_factory=list)
-    _versions: list[int] = field(default_factory=list)
+    # The tensors of the state that the step was shown, with their versions then; None: it was shown none.
+    _shown_state: Versions | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -115,11 +120,13 @@ class ReplicaOptimizer:
                 states = self.own_state()
         else:
             states = {self._local(owner): state for owner, state in users_own(self.optimizer, "state").items()}
-        if not self._state:
+        if self._shown_state is None:
             values = chain.from_iterable(of.values() for of in states.values() if isinstance(of, dict))
-            self._state = [value for value in values if isinstance(value, torch.Tensor)]
-            self._versions = versions(self._state)
-        return _Shown(name, {key: _Shown(name, of) if isinstance(of, dict) else of for key, of in states.items()})
+            self._shown_state = Versions([value for value in values if isinstance(value, torch.Tensor)])
+        shown: dict[torch.Tensor, Any] = {}
+        for parameter, state in states.items():
+            shown[parameter] = _Shown(name, state) if isinstance(state, dict) else state
+        return _Shown(name, shown)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears this replica's local and visible gradients. A synchronization point only if a hook waits for one."""
@@ -144,7 +151,9 @@ class ReplicaOptimizer:
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
             _check(name, brought, self.host)
-            return [self.host.together(lambda: self._update(method, *args, **kwargs), self.optimizer)] * len(brought)
+            return [self.host.call_for_all(lambda: self._update(method, *args, **kwargs), self.optimizer)] * len(
+                brought
+            )
 
         self.gradients.totals.accumulate(self.replica.index)
         return self.replica.synchronize(name, combine, (args, kwargs))
@@ -158,46 +167,53 @@ class ReplicaOptimizer:
         host, frame = self.host, current_frame()
         assert frame is not None
 
-        def evaluate() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            return self.replica.synchronize(name, shown, value)
+        # Three functions that are called once for all replicas, while they wait.
 
-        def shown(losses: Sequence[Any]) -> list[Any]:
-            host.show()
-            return [host.loss(losses)] * len(losses)
-
-        def taken_back(brought: Sequence[Any]) -> list[Any]:
-            host.stop_showing(self.optimizer)
-            return [brought[0]] * len(brought)
-
-        def asked() -> Any:
-            self.replica.synchronize(name, taken_back, _EVALUATE)
-            with frame, in_use(self.replica.device):
-                return evaluate()
-
-        def begun(brought: Sequence[_Given]) -> list[None]:
+        def begin(brought: Sequence[_Given]) -> list[None]:
             _check(name, brought, host)
             host.show()
             return [None] * len(brought)
 
-        def given(ask: object) -> _Given:
+        def stop_showing(brought: Sequence[Any]) -> list[Any]:
+            host.stop_showing(self.optimizer)
+            return [brought[0]] * len(brought)
+
+        def show_again(losses: Sequence[Any]) -> list[Any]:
+            host.show()
+            return [host.combine_losses(losses)] * len(losses)
+
+        # What each replica calls to compute its loss, and what the optimizer's loop calls in the place of the closure.
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            return self.replica.synchronize(name, show_again, value)
+
+        def ask_all() -> Any:
+            self.replica.synchronize(name, stop_showing, _EVALUATE)
+            with frame, in_use(self.replica.device):
+                return evaluate()
+
+        def put_in_place_of_closure(other: object) -> _Given:
             args, kwargs = arguments
-            own = [ask if value is closure else value for value in args]
-            return tuple(own), {key: ask if value is closure else value for key, value in kwargs.items()}
+            own = [other if value is closure else value for value in args]
+            by_name = {key: other if value is closure else value for key, value in kwargs.items()}
+            return tuple(own), by_name
 
         # The closure cannot run on the thread of the caller, which is the one that combines: it is a part of the step,
         # and needs the thread-local state of its replica. So the loop has to run on the thread of a replica, too.
-        self.replica.synchronize(name, begun, given(None))
+        self.replica.synchronize(name, begin, put_in_place_of_closure(None))
         if self.leads:
-            asking, by_name = given(asked)
+            args, kwargs = put_in_place_of_closure(ask_all)
             with host.cross_replica():
-                result = self._update(method, *asking, **by_name)
-            return self.replica.synchronize(name, taken_back, result)
-        while (result := self.replica.synchronize(name, taken_back, None)) is _EVALUATE:
+                result = self._update(method, *args, **kwargs)
+            return self.replica.synchronize(name, stop_showing, result)
+        while True:
+            result = self.replica.synchronize(name, stop_showing, None)
+            if result is not _EVALUATE:
+                return result
             evaluate()
-        return result
 
     def _update(self, method: str, *args: Any, **kwargs: Any) -> Any:
         with traced("update [{}]", self.optimizer):
@@ -205,7 +221,7 @@ class ReplicaOptimizer:
 
     def forget_settings(self) -> None:
         """Forgets what the step was shown, since an update may have changed settings and state."""
-        self._groups, self._shown, self._state, self._versions = [], [], [], []
+        self._groups, self._shown, self._shown_state = [], [], None
 
     def return_settings(self) -> None:
         """Brings settings that the step wrote on the groups, such as a learning rate, to the user's own optimizer."""
@@ -227,26 +243,26 @@ class ReplicaOptimizer:
         Raises:
             RuntimeError: If the step has changed which parameters a group has, or which groups there are.
         """
-        params = [[list(map(id, group["params"])) for group in groups] for groups in (self._groups, self._shown)]
-        if params[0] != params[1]:
+        parameters = [list(map(id, group["params"])) for group in self._groups]
+        parameters_shown = [list(map(id, group["params"])) for group in self._shown]
+        if parameters != parameters_shown:
             raise RuntimeError(
                 f"The step changed the parameters of {plain_class(type(self.optimizer)).__name__}.param_groups, or the "
                 "groups themselves, in a replica, which shares the optimizer with the others. Do it outside of "
                 "strategy.run. To freeze parameters in a step, set their requires_grad."
             )
-        return {
-            (i, name): value
-            for i, (group, shown) in enumerate(zip(self._groups, self._shown, strict=True))
-            for name, value in group.items()
-            if name != "params" and not _is_same(value, shown.get(name))
-        }
+        written: dict[tuple[int, str], Any] = {}
+        for i, (group, shown) in enumerate(zip(self._groups, self._shown, strict=True)):
+            for name, value in group.items():
+                if name != "params" and not _have_same_value(value, shown.get(name)):
+                    written[i, name] = value
+        return written
 
     def settings(self) -> list[dict[str, Any]]:
         """For each group, the settings of the next update that are numbers, flags or the like."""
-        groups = [
-            {name: value for name, value in group.items() if isinstance(value, _SETTINGS) or _is_number(value)}
-            for group in self._central_groups
-        ]
+        groups: list[dict[str, Any]] = []
+        for group in self._central_groups:
+            groups.append({name: value for name, value in group.items() if _is_setting(value)})
         for (i, name), value in self.written_settings().items():
             groups[i][name] = value
         return groups
@@ -261,17 +277,19 @@ class ReplicaOptimizer:
         Raises:
             RuntimeError: Naming it.
         """
-        if any(versions(one._state) != one._versions for one in (self, *others.values())):
+        shown_states = [one._shown_state for one in (self, *others.values())]
+        if any(state is not None and state.have_changed() for state in shown_states):
             raise RuntimeError(_STATE_WRITTEN.format(name=plain_class(type(self.optimizer)).__name__))
         written = self.written_settings()
         for replica, other in others.items():
             for (i, name), value in other.written_settings().items():
                 own = written.get((i, name), self._central_groups[i].get(name))
                 if isinstance(value, _COMPARED) and isinstance(own, _COMPARED) and own != value:
+                    setting = f"{plain_class(type(self.optimizer)).__name__}.param_groups[{i}][{name!r}]"
                     raise RuntimeError(
-                        f"The replicas set {plain_class(type(self.optimizer)).__name__}.param_groups[{i}][{name!r}] to "
-                        f"different values: {own} in replica {mine} and {value} in replica {replica}. They share the "
-                        "optimizer. Set the same value in each: get_replica_context().all_reduce(...) makes one of all."
+                        f"The replicas set {setting} to different values: {own!r} in replica {mine} and {value!r} in "
+                        f"replica {replica}. They share the optimizer. Set the same value in each: "
+                        "get_replica_context().all_reduce(...) makes one of all."
                     )
 
     @property
@@ -316,14 +334,13 @@ class _Shown(dict[Any, Any]):
         return dict, (dict(self),)
 
 
-_SETTINGS = (int, float, tuple, type(None))
+def _is_setting(value: object) -> bool:
+    """Whether workers compare a setting. A text, such as a group's name, may be another one in each."""
+    is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+    return is_number or isinstance(value, (int, float, tuple, type(None)))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
-
-
-_COMPARED = (int, float, str, tuple)
+_COMPARED = (*PLAIN, tuple)  # the settings that the replicas of one process compare
 _EVALUATE = object()  # tells the other replicas that the optimizer has called the closure and has no result yet
 
 # The arguments of a method: positional and by keyword.
@@ -335,7 +352,7 @@ def _is_closure(value: Any) -> bool:
 
 
 def _check(name: str, brought: Sequence[_Given], host: OptimizerHost) -> None:
-    for given in brought if any(brought[0]) else ():
+    for given in brought if any(brought[0]) else ():  # mostly there are no arguments
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(given)[0]):
             raise RuntimeError(
                 f"{name} acts once for all replicas, and was given a tensor that requires grad, which is one replica's "
@@ -351,22 +368,22 @@ class SharedStepper:
     """A scheduler or scaler in one replica, for one run.
 
     Args:
-        counter: The user's own.
+        stepper: The user's own.
         replica: The replica.
         host: Calls a function once for all replicas.
     """
 
-    counter: LRScheduler | torch.amp.GradScaler
+    stepper: LRScheduler | torch.amp.GradScaler
     replica: Replica
     host: OptimizerHost
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A synchronization point, at which a method of the user's scheduler or scaler runs once."""
-        name = f"{type(self.counter).__name__}.{method}()"
+        name = f"{type(self.stepper).__name__}.{method}()"
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
             _refuse_different(name, brought, self.host)
-            return [self.host.together(lambda: getattr(self.counter, method)(*args, **kwargs))] * len(brought)
+            return [self.host.call_for_all(lambda: getattr(self.stepper, method)(*args, **kwargs))] * len(brought)
 
         return self.replica.synchronize(name, combine, (args, kwargs))
 
@@ -377,10 +394,10 @@ _ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 def make_ready(steppers: Iterable[object], device: Device) -> None:
     """Lets scalers make the tensor of their scale before the replicas run."""
     # A scaler makes it when it sees its first loss. In a run, several replicas would make it at the same time.
-    for counter in steppers:
-        if isinstance(counter, torch.amp.GradScaler) and counter not in _ready:
-            counter.scale(torch.zeros((), device=memory_device(device)))
-            _ready.add(counter)
+    for stepper in steppers:
+        if isinstance(stepper, torch.amp.GradScaler) and stepper not in _ready:
+            stepper.scale(torch.zeros((), device=memory_device(device)))
+            _ready.add(stepper)
 
 
 def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
@@ -409,9 +426,11 @@ def _refuse_different(name: str, brought: Sequence[_Given], host: OptimizerHost)
     """
     args, kwargs = brought[0]
     for other, by_name in brought[1:]:
-        alike = len(args) == len(other) and kwargs.keys() == by_name.keys()
-        pairs = [*zip(args, other, strict=False), *((value, by_name.get(key)) for key, value in kwargs.items())]
-        if not alike or not all(_is_same(own, theirs) for own, theirs in pairs):
+        are_alike = len(args) == len(other) and kwargs.keys() == by_name.keys()
+        if are_alike:
+            pairs = [*zip(args, other, strict=True), *((value, by_name[key]) for key, value in kwargs.items())]
+            are_alike = all(_have_same_value(own, theirs) for own, theirs in pairs)
+        if not are_alike:
             raise ValueError(
                 f"{name} acts once for all replicas, and they gave it different arguments. Give it the same in each: "
                 "get_replica_context().all_reduce(...) makes one value of all."
@@ -420,10 +439,10 @@ def _refuse_different(name: str, brought: Sequence[_Given], host: OptimizerHost)
         host.compare(name, brought[0])
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _have_same_value(value: Any, other: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return value.shape == other.shape and torch.equal(value, other.to(value.device))
-    return value is other or (isinstance(value, (int, float, str)) and value == other)
+    return value is other or (isinstance(value, PLAIN) and bool(value == other))
 
 
 # A compiler that traced these would trace the locks and threads of a synchronization point.

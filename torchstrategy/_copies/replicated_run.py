@@ -1,4 +1,9 @@
-"""What all replicas have of the user's modules and optimizers, and one run on it: how it begins, ends and is undone."""
+"""What all replicas have of the user's modules and optimizers, and one run on it: how it begins, ends and is undone.
+
+A `ReplicaSet` lives from run to run, since to make copies takes longer than most steps. A `ReplicatedRun` is one call
+of `run` on such a set: what depends on the step, and what acts for all replicas while they stand still. So a run that
+fails leaves nothing but a set that is not used again.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +22,17 @@ from torch.optim import Optimizer
 
 from torchstrategy._base.context import current_frame, in_use, is_in_replica, undisturbed
 from torchstrategy._base.devices import memory_device
+from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.proxies import is_torchs, parameters_of, plain_class, suspended, users_own
-from torchstrategy._base.torch_internals import version
 from torchstrategy._base.types import Tree
 from torchstrategy._copies.attributes.kept_by_hooks import KeptInRun
 from torchstrategy._copies.attributes.trainers import SharedGlobal, SharedTrainer, Trainer
 from torchstrategy._copies.gradients.gradient_reducer import GradientReducer
-from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, written_in_replica
+from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, written_in_replica_message
 from torchstrategy._copies.modules.replicated_modules import ReplicatedModules
 from torchstrategy._copies.optimizer_copies import OptimizerCopies, can_have_copies
 from torchstrategy._copies.replica_steppers import OptimizerHost, ReplicaOptimizer, SharedStepper
-from torchstrategy._copies.run_warnings import PLAIN_BATCH, SharedWrites, trained, warn_of_plain_batch
+from torchstrategy._copies.run_warnings import PLAIN_BATCH, SharedWrites, mark_training, warn_of_plain_batch
 from torchstrategy._group.group import Replica
 from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
@@ -43,7 +48,7 @@ class ReplicaSet:
         roots: The user's modules that are part of no other.
         variables: The user's variables.
         optimizers: The user's optimizers.
-        layout: Where the copies are, and how they are kept in step.
+        placement: Where the copies are, and how they are kept in step.
 
     Attributes:
         generation: A number that the storage counts up when the user's set of modules changes.
@@ -53,10 +58,10 @@ class ReplicaSet:
     generation = thread = 0
 
     def __init__(
-        self, roots: list[nn.Module], variables: Sequence[Variable], optimizers: list[Optimizer], layout: Placement
+        self, roots: list[nn.Module], variables: Sequence[Variable], optimizers: list[Optimizer], placement: Placement
     ) -> None:
-        self.layout = layout
-        self.replicated = ReplicatedModules(roots, layout, variables)
+        self.placement = placement
+        self.replicated = ReplicatedModules(roots, placement, variables)
         # A variable needs no proxy: it asks by itself which replica it is in.
         self.plain_owners = [o for o in self.replicated.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
         self._take_optimizers(optimizers)
@@ -67,7 +72,7 @@ class ReplicaSet:
             return False
         # The gradients of a set are those of the parameters of these optimizers, and their copies are made for these
         # parameters: after `add_param_group`, or where a parameter moved, both are made anew.
-        if _signature(optimizers) != self._optimizer_signature or self.replicated.sharing() != self._sharing:
+        if _signature(optimizers) != self._optimizer_signature or self.replicated.list_sharing() != self._sharing:
             self._take_optimizers(optimizers)
         return True
 
@@ -84,23 +89,31 @@ class ReplicaSet:
         self._optimizer_signature = _signature(optimizers)
         # Parameters that an optimizer has and no module, such as those of a layer that the user has removed. Replicas
         # have no copies of them, and may clear and read their gradients.
-        loose = {id(p): (name, p) for o in optimizers for name, p in _named(o) if id(p) not in self.replicated.index_of}
+        loose: dict[int, torch.Tensor] = {}
+        names_of_loose: list[str] = []
+        for optimizer in optimizers:
+            for name, parameter in _name_parameters(optimizer):
+                if id(parameter) not in self.replicated.index_of and id(parameter) not in loose:
+                    loose[id(parameter)] = parameter
+                    names_of_loose.append(f"{name}, a tensor of shape {tuple(parameter.shape)},")
         self.gradients = GradientReducer(
-            [*self.replicated.owners, *(p for _, p in loose.values())],
-            [*self.replicated.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
-            [replica.parameters for replica in self.replicated.replicas],
+            owners=[*self.replicated.owners, *loose.values()],
+            names=[*self.replicated.names, *names_of_loose],
+            parameters=[replica.parameters for replica in self.replicated.replicas],
             # Replicas on one device run one at a time.
-            len({memory_device(device) for device in self.layout.devices}) == 1,
-            self.layout.all_reduce,
-            self.layout.workers,
+            take_turns=len({memory_device(device) for device in self.placement.devices}) == 1,
+            all_reduce=self.placement.all_reduce,
+            workers=self.placement.workers,
         )
         indices = {key: index for index, key in enumerate([*self.replicated.index_of, *loose])}
-        self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
+        self.optimized: dict[int, dict[int, int]] = {}  # by optimizer: the positions of its parameters, by their ids
+        for optimizer in optimizers:
+            self.optimized[id(optimizer)] = {id(p): indices[id(p)] for p in parameters_of(optimizer)}
         self.known = indices.keys()
-        self._sharing = self.replicated.sharing()
+        self._sharing = self.replicated.list_sharing()
         self._local = self.replicated.own_parameters()
         # The user's optimizer updates the first replica's parameters only if these share the memory of the user's.
-        is_updated = self.layout.is_mirrored and self._local and all(self._sharing[0])
+        is_updated = self.placement.is_mirrored and self._local and all(self._sharing[0])
         followed = [optimizer for optimizer in optimizers if is_updated and can_have_copies(optimizer)]
         self._optimizer_copies = {id(optimizer): OptimizerCopies(optimizer, self._local) for optimizer in followed}
 
@@ -127,22 +140,28 @@ class ReplicaSet:
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
             owners = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self.replicated.index_of]
-            if copies.step(optimizer, owners, self.gradients.arrived):
+            if copies.step(optimizer, owners, self.gradients.find_arrived):
                 self.replicated.note_updated(owners)
 
     def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:
         copies = self._optimizer_copies.get(id(optimizer))
         # If parameters moved to other memory in this run, the copies would update the old memory. So values are sent
         # until the next run, which makes new copies.
-        is_usable = copies is not None and can_have_copies(optimizer) and self.replicated.sharing() == self._sharing
-        return copies if is_usable else None
+        if copies is None or not can_have_copies(optimizer) or self.replicated.list_sharing() != self._sharing:
+            return None
+        return copies
 
 
 def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[list[int]]]]:
-    return [(id(o), [list(map(id, group["params"])) for group in users_own(o, "param_groups")]) for o in optimizers]
+    """What differs once there are other optimizers, or one has other groups or parameters."""
+    signature = []
+    for optimizer in optimizers:
+        groups = users_own(optimizer, "param_groups")
+        signature.append((id(optimizer), [list(map(id, group["params"])) for group in groups]))
+    return signature
 
 
-def _named(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+def _name_parameters(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     for i, group in enumerate(users_own(optimizer, "param_groups")):
         for j, parameter in enumerate(group["params"]):
             yield f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]", parameter
@@ -158,7 +177,7 @@ class ReplicatedRun(OptimizerHost):
     """One run on one replica set: what its replicas have, what acts for all of them, and how it ends.
 
     Args:
-        copies: The replica set.
+        replica_set: The replica set.
         replica_weights: How much each replica counts.
         outsiders: Trainable tensors that the step names and of which replicas have no copies, each with its name.
         steppers: The schedulers and scalers of the strategy, and those that the step names.
@@ -168,10 +187,11 @@ class ReplicatedRun(OptimizerHost):
         enter_cross_replica: Enters the strategy's cross-replica context.
         watch: Looks on while the replicas run, for writes on shared tensors.
         warned: What users were warned of before.
-        trained_before: What `trained` returned when the run began, if its arguments have rows and were not distributed.
+        trained_before: What `mark_training` returned when the run began, if the arguments have rows and were not
+            distributed.
     """
 
-    copies: ReplicaSet
+    replica_set: ReplicaSet
     replica_weights: ReplicaWeights
     outsiders: Sequence[tuple[torch.Tensor, str]]
     steppers: Sequence[Any]
@@ -195,7 +215,10 @@ class ReplicatedRun(OptimizerHost):
 
     def __post_init__(self) -> None:
         # A variable that is not the strategy's may be assigned, and each replica does so for itself: it is not checked.
-        self._known_outsiders = [(one, name, version(one)) for one, name in self.outsiders if not is_variable(one)]
+        checked = [(tensor, name) for tensor, name in self.outsiders if not is_variable(tensor)]
+        self._names_of_outsiders = [name for _, name in checked]
+        # None: the step names no such tensor, as mostly.
+        self._outsiders_then = Versions([tensor for tensor, _ in checked]) if checked else None
         # The threads that act for all replicas: the caller's; and the first replica's, while an optimizer's loop runs.
         self._threads = {threading.get_ident()}
         # All that replicas have attributes or items of their own of.
@@ -211,18 +234,28 @@ class ReplicatedRun(OptimizerHost):
 
         Called on the replica's thread, when the step begins there.
         """
-        copies, r = self.copies, replica.index
+        replica_set, r = self.replica_set, replica.index
         kept = [] if self.kept is None else self.kept.proxies()
         self._lent.append(replica)
-        gradients, leads = copies.gradients.of_replicas[r], r == self.replica_weights.present[0]
+        gradients = replica_set.gradients.of_replicas[r]
         gradients.enter(replica)
-        self._optimizers[r] = own = [
-            ReplicaOptimizer(o, replica, gradients, copies.optimized[id(o)], self, leads, copies.own_state(o, r))
-            for o in copies.optimizers()
-        ]
+        own: list[ReplicaOptimizer] = []
+        for optimizer in replica_set.optimizers():
+            made = ReplicaOptimizer(
+                optimizer=optimizer,
+                replica=replica,
+                gradients=gradients,
+                index_of=replica_set.optimized[id(optimizer)],
+                host=self,
+                leads=r == self.replica_weights.present[0],
+                own_state=replica_set.own_state(optimizer, r),
+            )
+            own.append(made)
+        self._optimizers[r] = own
+        trainers = (*self.trainers, *kept)
         self._local[r] = local = {
-            **copies.replicated.replicas[r].local_objects,
-            **{id(trainer.original): trainer.attributes[r] for trainer in (*self.trainers, *kept)},
+            **replica_set.replicated.replicas[r].local_objects,
+            **{id(trainer.original): trainer.attributes[r] for trainer in trainers},
             **{id(one.optimizer): one for one in own},
             **{id(stepper): SharedStepper(stepper, replica, self) for stepper in self.steppers},
         }
@@ -243,38 +276,39 @@ class ReplicatedRun(OptimizerHost):
         self._check_unwritten()
         # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is slow.
         # So while an optimizer steps, the user's parameters are no proxies.
-        with suspended(self.copies.plain_owners, self.copies), self.copies.gradients.published():
+        with suspended(self.replica_set.plain_owners, self.replica_set), self.replica_set.gradients.published():
             if not is_for_optimizer:
-                self.copies.gradients.forget_arrived()
+                self.replica_set.gradients.forget_arrived()
             # A merge function of a replica is over what the replica has for itself, and acts for all.
-            yield None if self.kept is None else self.kept.of_users
+            yield None if self.kept is None else self.kept.to_users
         for own in chain.from_iterable(self._optimizers.values()):
             own.forget_settings()
         with undisturbed():
-            self.copies.replicated.refresh_parameters(in_run=True, optimizer=optimizer)
+            self.replica_set.replicated.refresh_parameters(in_run=True, optimizer=optimizer)
         for writer in self._writers:
             writer.refresh()
         for shared in self.shared_trainers:
             shared.refresh()
-        self._known_outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._known_outsiders]
+        if self._outsiders_then is not None:
+            self._outsiders_then.take()
 
-    def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
+    def call_for_all(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
         with self.enter_cross_replica(), self._updating(optimizer, optimizer is not None):
             result = call()
             self._has_written(optimizer)
             return result
 
     def before_workers_meet(self) -> None:
-        if self.copies.layout.streams is not None:
-            self.copies.layout.streams.mention()
+        if self.replica_set.placement.streams is not None:
+            self.replica_set.placement.streams.mention()
 
     def when_workers_have_met(self) -> None:
-        if self.copies.layout.streams is not None:
-            self.copies.layout.streams.settle()
-        self.copies.replicated.check_workers()
+        if self.replica_set.placement.streams is not None:
+            self.replica_set.placement.streams.settle()
+        self.replica_set.replicated.check_workers()
 
     def compare(self, name: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self.copies.layout.workers.compare(f"the arguments of {name}:", given)
+        self.replica_set.placement.workers.compare(f"the arguments of {name}:", given)
 
     @contextmanager
     def cross_replica(self) -> Iterator[None]:
@@ -288,24 +322,25 @@ class ReplicatedRun(OptimizerHost):
 
     def show(self) -> None:
         self._shown.enter_context(self._updating(None, is_for_optimizer=True))
-        self.copies.gradients.keep()
+        self.replica_set.gradients.keep()
 
     def stop_showing(self, optimizer: Optimizer | None = None) -> None:
         self._has_written(optimizer)
         self._shown.close()
 
-    def loss(self, losses: Sequence[Any]) -> Any:
+    def combine_losses(self, losses: Sequence[Any]) -> Any:
         if any(loss is None for loss in losses):
             return None
         present, weights = self.replica_weights.present, []
         for r in present:
-            factor = self.copies.gradients.of_replicas[r].loss_factor
+            factor = self.replica_set.gradients.of_replicas[r].loss_factor
             if factor is None:
                 raise RuntimeError(CLOSURE_OF_TERMS)
             weights.append(self.replica_weights.weights[r] * factor)
         here = [loss.cpu() if isinstance(loss, torch.Tensor) else loss for loss in losses]
+        # What does not count may be NaN, and 0 * NaN is NaN.
         total = sum(loss * weight for loss, weight in zip(here, weights, strict=True) if weight)
-        workers = self.copies.layout.workers
+        workers = self.replica_set.placement.workers
         if workers.count == 1:
             return total
         (of_all,) = workers.all_reduce([torch.as_tensor(total, dtype=torch.float64)], "the loss of a closure")
@@ -315,30 +350,30 @@ class ReplicatedRun(OptimizerHost):
         """Brings everything that the run made to the user's own objects. The parts that may raise come first."""
         # See Note [The order of a run and of its undoing] in `replicated_storage`, step 7.
         self._check_unwritten()
-        changes = self.copies.replicated.check_structure(self.replica_weights.present)
+        changes = self.replica_set.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
         with undisturbed():
             for writer in self._writers:
                 writer.put_together()
-            self.copies.replicated.put_together(self.replica_weights, changes)
-            self.copies.gradients.reduce(can_wait=True)  # it also tells whether the workers wrote the same buffers
-            self.copies.replicated.return_to_originals(self.replica_weights, changes)
+            self.replica_set.replicated.put_together(self.replica_weights, changes)
+            self.replica_set.gradients.reduce(can_wait=True)  # it also tells whether the workers wrote the same buffers
+            self.replica_set.replicated.return_to_originals(self.replica_weights, changes)
         # A list, since all are written.
         if any([writer.write_back() for writer in self._writers]):
-            self.copies.gradients.deliver_late_ones()
+            self.replica_set.gradients.deliver_late_ones()
         self._return_settings()
-        self.copies.gradients.end()
+        self.replica_set.gradients.end()
 
     def warn(self) -> None:
         """After the run: warns of numbers that may not be those of one device."""
         if self.watch is not None:
             self.watch.warn()
-        replicated = self.copies.replicated
+        replicated = self.replica_set.replicated
         if replicated.lost_numbers.differing:
             replicated.lost_numbers.warn(self.warned)
         if self.trained_before is None or any(replica.was_asked for replica in self._lent):
             return
-        if self.trained_before != trained(replicated.owners):
+        if self.trained_before != mark_training(replicated.owners):
             self.warned.add(PLAIN_BATCH)
             warn_of_plain_batch(len(self._lent))
 
@@ -346,10 +381,10 @@ class ReplicatedRun(OptimizerHost):
         """Drops the objects that the replicas had, whose memory would else wait for Python's collector of cycles."""
         self._local.clear()
         self._optimizers.clear()
-        self.copies.replicated.kept.is_under_way = False
+        self.replica_set.replicated.kept.is_under_way = False
         if self.kept is not None:
             self.kept.let_go()
-        self.copies.replicated.wait_until_sent()
+        self.replica_set.replicated.wait_until_sent()
 
     def before_any_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer in the process takes a step, on its thread."""
@@ -360,7 +395,7 @@ class ReplicatedRun(OptimizerHost):
         if not in_this_run and (is_in_replica() or (is_on_other_thread and frame is not None)):
             return
         # Else the optimizer trains something that the step made itself.
-        known = self.copies.known | {id(tensor) for tensor, _ in self.outsiders}
+        known = self.replica_set.known | {id(tensor) for tensor, _ in self.outsiders}
         if not any(isinstance(p, ReplicaParameter) or id(p) in known for p in parameters_of(optimizer)):
             return
         if is_on_other_thread:
@@ -374,31 +409,31 @@ class ReplicatedRun(OptimizerHost):
                 "strategy.distribute_optimizer(optimizer); or step after strategy.run."
             )
         else:
-            self.copies.gradients.keep()
+            self.replica_set.gradients.keep()
 
     def _has_written(self, optimizer: Optimizer | None) -> None:
         """Says that an optimizer may have written on parameters in ways that torch does not count."""
         # Torch's own optimizers count their writes, but for fused ones, which `ReplicatedStorage` handles. Others may
         # write through `.data`, and need not call the hooks that torch calls at each step.
         if optimizer is not None and not is_torchs(optimizer):
-            self.copies.gradients.keep()
-            self.copies.replicated.note_written(parameters_of(optimizer))
+            self.replica_set.gradients.keep()
+            self.replica_set.replicated.note_written(parameters_of(optimizer))
 
     def _check_unwritten(self) -> None:
-        self.copies.replicated.wait_until_sent()
+        self.replica_set.replicated.wait_until_sent()
         for trainer in self.shared_trainers:
             trainer.check_unwritten()
         # Else a run of another thread may have trained the same parameters meanwhile.
-        if self.copies.gradients.is_alone:
+        if self.replica_set.gradients.is_alone:
             if self._on_other_thread is not None:
                 raise RuntimeError(self._on_other_thread)
-            self.copies.replicated.check_unwritten(self.replica_weights.present)
-            for tensor, name, known in self._known_outsiders:
-                if version(tensor) != known:
-                    raise RuntimeError(written_in_replica(name))
+            self.replica_set.replicated.check_unwritten(self.replica_weights.present)
+            written = [] if self._outsiders_then is None else self._outsiders_then.written()
+            if written:
+                raise RuntimeError(written_in_replica_message(self._names_of_outsiders[written[0]]))
 
     def _updating(self, optimizer: Optimizer | None, is_for_optimizer: bool) -> AbstractContextManager[object]:
-        self.copies.replicated.check_structure(self.replica_weights.present)
+        self.replica_set.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
         # The update is to use the learning rate that the step has just set.
         self._return_settings()
@@ -409,9 +444,9 @@ class ReplicatedRun(OptimizerHost):
         lead, *others = self.replica_weights.present
         for i, optimizer in enumerate(self._optimizers.get(lead, [])):
             optimizer.refuse_other_settings(lead, {r: self._optimizers[r][i] for r in others if r in self._optimizers})
-            if self.copies.layout.workers.count > 1:
+            if self.replica_set.placement.workers.count > 1:
                 name = plain_class(type(optimizer.optimizer)).__name__
-                self.copies.layout.workers.compare(f"the settings of {name}:", optimizer.settings())
+                self.replica_set.placement.workers.compare(f"the settings of {name}:", optimizer.settings())
 
     def _return_settings(self) -> None:
         for optimizer in self._optimizers.get(self.replica_weights.present[0], []):

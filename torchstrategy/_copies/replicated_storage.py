@@ -21,21 +21,21 @@ from torch.optim import Optimizer
 
 from torchstrategy._base.context import frames_kept, is_accelerator, is_in_replica, undisturbed
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._base.objects.changes import listen_to_data
-from torchstrategy._base.objects.module_traversal import parts_of
+from torchstrategy._base.objects.module_traversal import modules_within
 from torchstrategy._base.objects.proxies import install, is_all_in_dict, is_torchs, parameters_of, uninstall, users_own
 from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.torch_internals import GLOBAL_MODULE_HOOKS
 from torchstrategy._base.trace import traced
 from torchstrategy._base.types import ReplicaFn, Tree
+from torchstrategy._base.writes import listen_to_data
 from torchstrategy._copies.attributes.kept_by_hooks import KeptInRun
 from torchstrategy._copies.attributes.trainers import RunReplicas, SharedGlobal, SharedTrainer, Trainer
 from torchstrategy._copies.device_errors import explain_devices
-from torchstrategy._copies.references.step_references import StepReferences, held_by, references_of
+from torchstrategy._copies.references.step_references import StepReferences, find_references, list_held
 from torchstrategy._copies.refusals import refuse_uncopyable
 from torchstrategy._copies.replica_steppers import make_ready, refuse_bound_methods
 from torchstrategy._copies.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
-from torchstrategy._copies.run_warnings import PLAIN_BATCH, SharedTensors, has_plain_rows, trained
+from torchstrategy._copies.run_warnings import PLAIN_BATCH, SharedTensors, has_plain_rows, mark_training
 from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy._run.placement import Placement
 from torchstrategy._run.storage import Storage
@@ -49,11 +49,11 @@ class ReplicatedStorage(Storage):
     """The user's parameters live on one device, and each replica has copies. These follow, or take the same updates.
 
     Args:
-        layout: Where the copies are, and how they are kept in step.
+        placement: Where the copies are, and how they are kept in step.
     """
 
-    def __init__(self, layout: Placement) -> None:
-        super().__init__(layout)
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._steppers: weakref.WeakValueDictionary[int, Stepper] = weakref.WeakValueDictionary()
@@ -109,8 +109,8 @@ class ReplicatedStorage(Storage):
             leaves: The leaves of its arguments.
             cross_replica: Enters the strategy's cross-replica context.
         """
-        named = references_of(fn, leaves)
-        self._take_around(named)
+        named = find_references(fn, leaves)
+        self._take_wrappers(named)
         ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
         refuse_bound_methods([*named.steppers, *ours])
         # The numbers below are the steps of Note [The order of a run and of its undoing].
@@ -118,48 +118,49 @@ class ReplicatedStorage(Storage):
             # What the user has dropped must not be compared, so Python's collector of cycles runs first.
             gc.collect()
             known: list[weakref.ref[Any]] = [*self._variables.values(), *self._on_read.valuerefs()]
-            take_from_first_worker(self.layout.workers, _roots(parts_of(_alive(self._modules.values()))), _alive(known))
+            roots = _roots(modules_within(_alive(self._modules.values())))
+            take_from_first_worker(self.placement.workers, roots, variables=_alive(known))
         # The list keeps the variables alive for as long as the run has copies of them.
         variables = _alive(self._variables.values())
         run_state = None
         originals: list[Any] = []
         leave_replicas = frames_kept()
-        copies = self._borrow(variables)  # 1
+        replica_set = self._borrow(variables)  # 1
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
-            originals += copies.originals()
-            run_state = self._made_run(copies, replica_weights, named, fn, leaves, cross_replica)  # 2
+            originals += replica_set.originals()
+            run_state = self._make_run(replica_set, replica_weights, named, fn, leaves, cross_replica)  # 2
             originals += run_state.proxies()
-            self._in_use[copies] = run_state  # 3
-            for metric in copies.replicated.metrics:  # 4
+            self._in_use[replica_set] = run_state  # 3
+            for metric in replica_set.replicated.metrics:  # 4
                 metric.hand_out(replica_weights)
-            copies.gradients.begin(replica_weights, run_state.outsiders, run_state)  # 5
-            install(originals, copies)  # 6
+            replica_set.gradients.begin(replica_weights, run_state.outsiders, run_state)  # 5
+            install(originals, replica_set)  # 6
             yield run_state
-            uninstall(originals, copies)
+            uninstall(originals, replica_set)
             run_state.end()  # 7
         except BaseException as error:
             leave_replicas()
-            explain_devices(error, named, self._modules, copies.known, self.devices)
+            explain_devices(error, named, self._modules, replica_set.known, self.devices)
             # A step that failed may have written anything on the copies.
-            copies.generation = -1
-            uninstall(originals, copies)
-            copies.replicated.attributes.restore()
+            replica_set.generation = -1
+            uninstall(originals, replica_set)
+            replica_set.replicated.attributes.restore()
             try:
                 if run_state is not None:
                     run_state.stop_showing()
             finally:
-                copies.gradients.abort()
+                replica_set.gradients.abort()
             raise
         finally:
             if run_state is not None:
                 run_state.let_go()
-            self._return(copies)
+            self._return(replica_set)
             variables.clear()
 
-    def _made_run(
+    def _make_run(
         self,
-        copies: ReplicaSet,
+        replica_set: ReplicaSet,
         replica_weights: ReplicaWeights,
         named: StepReferences,
         fn: ReplicaFn,
@@ -172,38 +173,32 @@ class ReplicatedStorage(Storage):
         steppers = list({id(stepper): stepper for stepper in found}.values())
         with undisturbed():
             make_ready(steppers, self.parameter_device)
-        n = len(self.devices)
+        num_replicas = len(self.devices)
         run = RunReplicas(
-            num_replicas=n,
+            num_replicas=num_replicas,
             present=replica_weights.present,
-            has_others=self.layout.workers.count > 1,
+            has_others=self.placement.workers.count > 1,
             is_understudy=replica_weights.is_understudy,
         )
-        kept = self._kept_by_hooks(copies, run, named, [fn, *leaves])
-        of_hooks = set() if kept is None else kept.known
-        named_trainers = named.trainers() if n > 1 else []
-        named_trainers = [pair for pair in named_trainers if id(pair[1]) not in of_hooks]
-        trainers = [Trainer(thing, run) for _, thing in named_trainers if is_all_in_dict(thing)]
-        shared: list[SharedTrainer | SharedGlobal] = []
-        if n > 1:
-            shared += [SharedTrainer(name, one) for name, one in named_trainers if not is_all_in_dict(one)]
-        if n > 1 and kept is not None:
-            proxies = {id(trainer.original) for trainer in trainers}
-            shared += [one for one in kept.watched if id(one.thing) not in proxies]
+        kept = self._kept_by_hooks(replica_set, run, named, [fn, *leaves])
+        trainers: list[Trainer] = []
+        shared_trainers: list[SharedTrainer | SharedGlobal] = []
+        if num_replicas > 1:  # a lone replica has the user's own trainers: nobody else reads what it writes
+            trainers, shared_trainers = _make_trainers(named, run, kept)
         several = len(replica_weights.present) > 1
         # None if the step reaches no tensor that all replicas share.
         may_share = named.others or named.tensors or any(id(module) not in self._modules for _, module in named.modules)
-        watch = self._shared.watch(named, self._modules, copies.known) if several and may_share else None
+        watch = self._shared.watch(named, self._modules, replica_set.known) if several and may_share else None
         may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
         is_plain = may_be_plain and PLAIN_BATCH not in self._warned and has_plain_rows(leaves)
-        before = trained(copies.replicated.owners) if is_plain else None
+        before = mark_training(replica_set.replicated.owners) if is_plain else None
         return ReplicatedRun(
-            copies=copies,
+            replica_set=replica_set,
             replica_weights=replica_weights,
-            outsiders=self._outsiders(copies, named),
+            outsiders=self._find_outsiders(replica_set, named),
             steppers=steppers,
             trainers=trainers,
-            shared_trainers=shared,
+            shared_trainers=shared_trainers,
             kept=kept,
             enter_cross_replica=cross_replica,
             watch=watch,
@@ -211,21 +206,21 @@ class ReplicatedStorage(Storage):
             trained_before=before,
         )
 
-    def _outsiders(self, copies: ReplicaSet, named: StepReferences) -> list[tuple[torch.Tensor, str]]:
+    def _find_outsiders(self, replica_set: ReplicaSet, named: StepReferences) -> list[tuple[torch.Tensor, str]]:
         """The parameters and trainable tensors of which replicas have no copies, each with its name."""
-        unknown = [(name, tensor) for name, tensor in named.tensors if id(tensor) not in copies.known]
+        unknown = [(name, tensor) for name, tensor in named.tensors if id(tensor) not in replica_set.known]
         outsiders = [(tensor, f"{name}, a tensor of shape {tuple(tensor.shape)},") for name, tensor in unknown]
         for name, module in named.modules:
             if id(module) not in self._modules:
                 pairs = ((parameter, f"{name}.{path}") for path, parameter in module.named_parameters())
-                outsiders += [pair for pair in pairs if id(pair[0]) not in copies.known]
+                outsiders += [pair for pair in pairs if id(pair[0]) not in replica_set.known]
         return outsiders
 
     def _kept_by_hooks(
-        self, copies: ReplicaSet, run: RunReplicas, named: StepReferences, calls: Sequence[Any]
+        self, replica_set: ReplicaSet, run: RunReplicas, named: StepReferences, calls: Sequence[Any]
     ) -> KeptInRun | None:
         """What each replica has for what hooks keep outside of the model."""
-        replicated = copies.replicated
+        replicated = replica_set.replicated
         modules = [module for _, module in named.modules if id(module) not in self._modules]
         if not (replicated.kept.hooks or modules or any(GLOBAL_MODULE_HOOKS)):
             return None
@@ -247,7 +242,7 @@ class ReplicatedStorage(Storage):
         return unwritten(_alive(self._on_read.valuerefs()))
 
     def take_module(self, module: nn.Module) -> None:
-        refuse_uncopyable(_roots(parts_of([module])), are_all=False)
+        refuse_uncopyable(_roots(modules_within([module])), are_all=False)
         super().take_module(module)
 
     def take_part(self, module: nn.Module) -> None:
@@ -265,8 +260,8 @@ class ReplicatedStorage(Storage):
         else:
             self._variables[id(variable)] = weakref.ref(variable, self._on_death)
             # The run in which the variable is made has no copies of it: a backward that reaches it is refused.
-            for copies in self._standing_still() if self._in_use else []:
-                copies.gradients.watch(variable, variable.name)
+            for replica_set in self._find_at_rest() if self._in_use else []:
+                replica_set.gradients.watch(variable, variable.name)
 
     def take_stepper(self, stepper: Optimizer | Stepper) -> None:
         if is_in_replica():
@@ -284,50 +279,52 @@ class ReplicatedStorage(Storage):
             self._new.clear()
             # The last set that was returned comes first. One that does not fit any more is dropped.
             while self._idle:
-                copies = self._idle.pop()
-                if copies.generation == self._generation and copies.bring_up_to_date(optimizers):
+                replica_set = self._idle.pop()
+                if replica_set.generation == self._generation and replica_set.bring_up_to_date(optimizers):
                     break
             else:
-                generation, copies = self._generation, self._copied(variables, optimizers)
-                copies.generation = generation  # of before: another thread may have counted it up meanwhile
+                generation, replica_set = self._generation, self._make_replica_set(variables, optimizers)
+                replica_set.generation = generation  # of before: another thread may have counted it up meanwhile
             if self._in_use:  # none of these runs can tell which of them has written a parameter
-                for other in (copies, *self._in_use):
+                for other in (replica_set, *self._in_use):
                     other.gradients.is_alone = False
-            copies.thread = threading.get_ident()
-            self._in_use[copies] = None
-            return copies
+            replica_set.thread = threading.get_ident()
+            self._in_use[replica_set] = None
+            return replica_set
 
-    def _standing_still(self) -> list[ReplicaSet]:
+    def _find_at_rest(self) -> list[ReplicaSet]:
         """The replica sets that this thread may write, since no replica uses them now.
 
         During a run: its set, if this thread called the run. Between runs: the set used last.
         """
         with self._lock:
-            newest = [copies for copies in list(self._in_use)[-1:] if copies.thread == threading.get_ident()]
-            return newest if self._in_use else self._idle[-1:]
+            if not self._in_use:
+                return self._idle[-1:]
+            newest = list(self._in_use)[-1]
+            return [newest] if newest.thread == threading.get_ident() else []
 
-    def _copied(self, variables: Sequence[Variable], optimizers: list[Optimizer]) -> ReplicaSet:
-        parts = parts_of(_alive(self._modules.values()))
+    def _make_replica_set(self, variables: Sequence[Variable], optimizers: list[Optimizer]) -> ReplicaSet:
+        parts = modules_within(_alive(self._modules.values()))
         for part in parts:
             self.claim(part)
         self._is_copying = True
         try:
             with traced("copy modules"):
-                return ReplicaSet(_roots(parts), variables, optimizers, self.layout)
+                return ReplicaSet(_roots(parts), variables, optimizers, self.placement)
         finally:
             self._is_copying = False
 
-    def _return(self, copies: ReplicaSet) -> None:
+    def _return(self, replica_set: ReplicaSet) -> None:
         with self._lock:
-            self._in_use.pop(copies, None)
-            copies.gradients.is_alone = True
-            if copies.generation == self._generation:
-                self._idle.append(copies)
+            self._in_use.pop(replica_set, None)
+            replica_set.gradients.is_alone = True
+            if replica_set.generation == self._generation:
+                self._idle.append(replica_set)
 
-    def _take_around(self, named: StepReferences) -> None:
+    def _take_wrappers(self, named: StepReferences) -> None:
         """Takes in wrappers that hold modules or optimizers of the scope, if they have no parameters of their own."""
         for optimizer in [optimizer for optimizer in named.optimizers if id(optimizer) not in self._optimizers]:
-            is_around = any(id(held) in self._optimizers for _, held in held_by(optimizer))
+            is_around = any(id(held) in self._optimizers for _, held in list_held(optimizer))
             # An optimizer that does not call `Optimizer.__init__` has no hooks: the scope was not told that it was
             # created, and nobody is told when it takes a step.
             is_untold = "_optimizer_step_pre_hooks" not in vars(optimizer)
@@ -335,7 +332,7 @@ class ReplicatedStorage(Storage):
                 self.take_stepper(optimizer)
         for _, module in named.modules:
             if id(module) not in self._modules:
-                parts = parts_of([module])
+                parts = modules_within([module])
                 new = [part for part in parts if id(part) not in self._modules]
                 if len(new) < len(parts) and not any(list(part.parameters(recurse=False)) for part in new):
                     for part in new:
@@ -345,19 +342,45 @@ class ReplicatedStorage(Storage):
         """Called before any optimizer in the process takes a step, on its thread."""
         for run in filter(None, list(self._in_use.values())):
             run.before_any_step(optimizer)
-        if self.layout.is_mirrored and id(optimizer) in self._optimizers:
-            for copies in self._standing_still():
-                copies.begin_step(optimizer)
+        if self.placement.is_mirrored and id(optimizer) in self._optimizers:
+            for replica_set in self._find_at_rest():
+                replica_set.begin_step(optimizer)
 
     def after_any_step(self, optimizer: Optimizer) -> None:
         """Called after any optimizer in the process has taken a step, on its thread."""
-        if self.layout.is_mirrored and id(optimizer) in self._optimizers:
-            for copies in self._standing_still():
-                copies.step(optimizer)
+        if self.placement.is_mirrored and id(optimizer) in self._optimizers:
+            for replica_set in self._find_at_rest():
+                replica_set.step(optimizer)
         # Version counters show what torch's own optimizers write, except for fused ones. What others write is noted.
         if not is_torchs(optimizer) or any(group.get("fused") for group in users_own(optimizer, "param_groups")):
-            for copies in (*self._idle, *self._in_use):
-                copies.replicated.note_written(parameters_of(optimizer))
+            for replica_set in (*self._idle, *self._in_use):
+                replica_set.replicated.note_written(parameters_of(optimizer))
+
+
+def _make_trainers(
+    named: StepReferences, run: RunReplicas, kept: KeptInRun | None
+) -> tuple[list[Trainer], list[SharedTrainer | SharedGlobal]]:
+    """The trainers with attributes of their own in each replica, and what is one for all replicas.
+
+    Args:
+        named: What the step names.
+        run: The replicas of the run.
+        kept: What hooks keep; None if they keep nothing.
+    """
+    known_by_hooks = set() if kept is None else kept.known
+    trainers: list[Trainer] = []
+    shared: list[SharedTrainer | SharedGlobal] = []
+    for name, thing in named.trainers():
+        if id(thing) in known_by_hooks:
+            continue
+        if is_all_in_dict(thing):
+            trainers.append(Trainer(thing, run))
+        else:
+            shared.append(SharedTrainer(name, thing))
+    if kept is not None:
+        proxies = {id(trainer.original) for trainer in trainers}
+        shared += [one for one in kept.watched if id(one.thing) not in proxies]
+    return trainers, shared
 
 
 def _forget(storage: weakref.ref[ReplicatedStorage], reference: weakref.ref[Any]) -> None:

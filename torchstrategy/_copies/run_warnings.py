@@ -26,11 +26,9 @@ costs much, and a module writes in every run or in none.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -39,9 +37,10 @@ from torch import nn
 
 from torchstrategy._base.distributed_values import DistributedValues
 from torchstrategy._base.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning, warn
-from torchstrategy._base.objects.changes import extent
+from torchstrategy._base.marks import checksum, mark_of, versions_of
+from torchstrategy._base.memory import extent, memory_between_ends
 from torchstrategy._base.objects.module_traversal import held_plainly
-from torchstrategy._base.torch_internals import raw_grads, unseen_by_function_modes, version, versions
+from torchstrategy._base.torch_internals import raw_grads, unseen_by_function_modes
 from torchstrategy._base.tree import leaves_within
 from torchstrategy._copies.references.step_references import StepReferences, TensorPlace
 from torchstrategy._group.group import Watch
@@ -51,7 +50,7 @@ from torchstrategy._variables.variable import is_variable
 Named = tuple[str, torch.Tensor]  # a tensor with the name by which the step reaches it
 _READ = 2**24  # so many bytes of a tensor are read at most: a mean or a decay changes all, so it shows in these
 _SHOWN = 3  # at the most so many names are in a message
-_NUMBERS = (bool, int, float, complex, np.number, np.ndarray)
+_NUMERIC = (bool, int, float, complex, np.number, np.ndarray)  # what `np.isclose` compares
 _COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
 
 
@@ -64,15 +63,19 @@ def _is_power_of_two(count: int) -> bool:
 
 def has_plain_rows(leaves: Sequence[Any]) -> bool:
     """Whether a leaf of the arguments has rows, and none is a distributed value."""
-    flat = [leaf for _, leaf in leaves_within(list(leaves), "") if not is_variable(leaf)]
-    is_distributed = any(isinstance(leaf, DistributedValues) for leaf in flat)
-    return not is_distributed and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
+    has_rows = False
+    for _, leaf in leaves_within(list(leaves), ""):
+        if is_variable(leaf):
+            continue
+        if isinstance(leaf, DistributedValues):
+            return False
+        has_rows |= isinstance(leaf, _ARRAYS) and leaf.ndim > 0 and len(leaf) > 1
+    return has_rows
 
 
-def trained(parameters: Sequence[torch.Tensor]) -> list[object]:
+def mark_training(parameters: Sequence[torch.Tensor]) -> list[object]:
     """A list that differs, item by item, after some parameters got gradients or were updated."""
-    gradients = raw_grads(parameters)
-    return [*versions(parameters), *((id(g), None if g is None else version(g)) for g in gradients)]
+    return [*versions_of(parameters), *map(mark_of, raw_grads(parameters))]
 
 
 def warn_of_plain_batch(num_replicas: int) -> None:
@@ -129,10 +132,10 @@ class LostNumbers:
 
 def _are_close(one: Any, other: Any) -> bool:
     """Whether two values hold the same numbers, but for rounding, which differs between devices."""
-    if isinstance(one, _NUMBERS) and isinstance(other, _NUMBERS):
+    if isinstance(one, _NUMERIC) and isinstance(other, _NUMERIC):
         return np.shape(one) == np.shape(other) and bool(np.all(np.isclose(one, other, equal_nan=True)))
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return not isinstance(one, (torch.Tensor, *_NUMBERS)) and not isinstance(other, (torch.Tensor, *_NUMBERS))
+        return not isinstance(one, (torch.Tensor, *_NUMERIC)) and not isinstance(other, (torch.Tensor, *_NUMERIC))
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     other = other.to(one.device)
@@ -172,19 +175,27 @@ class SharedTensors:
 
     def watch(self, named: StepReferences, own: Container[int], known: Collection[int]) -> SharedWrites | None:
         """Makes what watches tensors for the length of a run; None if there are none. See `shared_tensors`."""
-        roots = {_root(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
+        roots = {_root_name(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
         self._runs.update(roots)
         # Tensors and modules below these names are looked at closely in this run.
         due = {root for root in roots if _is_power_of_two(self._runs[root]) or root in self.unclear}
-        tensors = shared_tensors(named, own, known, lambda name: _root(name) in due)
-        tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self.warned]
+        counted: list[Named] = []
+        read: list[Named] = []
         places = [one for one in named.places if (id(one.holder), one.name) not in self.warned]
-        if not tensors and not places:
+        looked_at = {_root_name(one.name) for one in places if _root_name(one.name) in due}
+        for name, tensor in shared_tensors(named, own, known, lambda name: _root_name(name) in due):
+            root = _root_name(name)
+            if (id(tensor), root) in self.warned:
+                continue
+            counted.append((name, tensor))
+            if root in due:
+                read.append((name, tensor))
+                looked_at.add(root)
+        if not counted and not places:
             return None
-        read = [pair for pair in tensors if _root(pair[0]) in due]
-        looked_at = {_root(name) for name, _ in read} | {_root(one.name) for one in places if _root(one.name) in due}
+        # One after the other, so that it is clear who wrote.
         take_turns = any(self._runs[root] == 1 or root in self.unclear for root in looked_at)
-        return SharedWrites(self, tensors, read, places, take_turns)
+        return SharedWrites(self, counted, read, places, take_turns)
 
 
 @final
@@ -222,12 +233,12 @@ class SharedWrites(Watch):
         """Notes the tensors that changed since the last look: these replicas wrote them. With none, nobody did."""
         # On the thread that called `run`, whose own function modes must not see these operations.
         with unseen_by_function_modes():
-            marks = [*versions(self._counted), *map(_digest, self._read)]
+            marks = [*versions_of(self._counted), *map(_checksum, self._read)]
         if running and marks != self._marks:
             who = frozenset(running)
             for (name, tensor), before, now in zip(self._pairs, self._marks, marks, strict=True):
                 if before != now:
-                    changes = _Changes(name, (id(tensor), _root(name)))
+                    changes = _Changes(name, (id(tensor), _root_name(name)))
                     self._writers.setdefault(id(tensor), changes).made_by.append(who)
         self._marks = marks
         held = [place.read() for place in self._places]
@@ -243,8 +254,8 @@ class SharedWrites(Watch):
         found = [*self._writers.values(), *self._assigners.values()]
         # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
         unclear = [changes for changes in found if not changes.are_clear()]
-        self._known.unclear.difference_update(_root(changes.name) for changes in found)
-        self._known.unclear.update(_root(changes.name) for changes in unclear)
+        self._known.unclear.difference_update(_root_name(changes.name) for changes in found)
+        self._known.unclear.update(_root_name(changes.name) for changes in unclear)
         self._warn_of(self._writers.values(), _BY_SEVERAL)
         self._warn_of(self._assigners.values(), _ASSIGNED_BY_SEVERAL)
 
@@ -300,27 +311,36 @@ def shared_tensors(
     """
     pairs = [*named.others, *named.tensors]
     for name, module in named.modules:
-        if id(module) not in own and is_due(name):
-            for path, part in module.named_modules(prefix=name):
-                if id(part) not in own and not is_metric(vars(part)):
-                    for table in (part._parameters, part._buffers):
-                        pairs += [(f"{path}.{key}", held) for key, held in table.items() if held is not None]
-                    plain = ((path + where, held) for where, held in held_plainly(part))
-                    pairs += [pair for pair in plain if isinstance(pair[1], torch.Tensor)]
+        if id(module) in own or not is_due(name):
+            continue
+        for path, part in module.named_modules(prefix=name):
+            if id(part) not in own and not is_metric(vars(part)):
+                pairs += _tensors_of(path, part)
     # Reversed, so that each tensor is known by the first of its names.
-    found = {id(pair[1]): pair for pair in reversed(pairs)}
+    found = {id(tensor): (name, tensor) for name, tensor in reversed(pairs)}
     return [pair for key, pair in reversed(found.items()) if key not in known and not is_variable(pair[1])]
 
 
+def _tensors_of(path: str, module: nn.Module) -> Iterator[Named]:
+    """The tensors that a module holds itself, each with its path."""
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            if tensor is not None:
+                yield f"{path}.{name}", tensor
+    for where, held in held_plainly(module):
+        if isinstance(held, torch.Tensor):
+            yield path + where, held
+
+
 @functools.lru_cache(maxsize=4096)
-def _root(name: str) -> str:
+def _root_name(name: str) -> str:
     """The name with which a path begins. The objects below it may change from run to run, as the items of a list do."""
     return name.partition("[")[0].partition(".")[0]
 
 
-def _digest(tensor: torch.Tensor) -> int:
+def _checksum(tensor: torch.Tensor) -> int:
     """A checksum of the numbers of a tensor, if they fill one piece of the CPU's memory without gaps; else 0."""
-    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    is_plain = type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_nested
     if not is_plain or tensor.device.type != "cpu":
         return 0
     start, stop = extent(tensor)
@@ -328,10 +348,10 @@ def _digest(tensor: torch.Tensor) -> int:
     # while they do not use it, as FSDP does by `storage.resize_(0)`.
     if start == stop or stop - start != tensor.nbytes or stop > tensor.untyped_storage().nbytes():
         return 0
-    return zlib.crc32((ctypes.c_char * min(stop - start, _READ)).from_address(tensor.data_ptr()))
+    return checksum(memory_between_ends(tensor), most=_READ)
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _BY_SEVERAL = (
     "In one run, {count} replicas wrote in place on {names}: a tensor that is neither in a module of the strategy nor "
     "in a torchstrategy.Variable is one for all replicas. That is right for a count (hits.add_(hits_in_these_rows)) "

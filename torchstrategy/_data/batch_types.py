@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchstrategy._base import row_errors, tree
 from torchstrategy._base.errors import an, require_type
+from torchstrategy._base.plain import PLAIN_TYPES
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._data.arrays import has_dtype, share_memory
 
@@ -35,7 +36,7 @@ T = TypeVar("T")
 TensorFn = Callable[[torch.Tensor], torch.Tensor]
 
 # The types of single values, which have no rows, so that every replica gets them as they are.
-SINGLE = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Size)
+SINGLE = (*PLAIN_TYPES, np.generic, torch.Size)
 
 
 @final
@@ -300,7 +301,7 @@ def _is_record(leaf: Any) -> bool:
 
 def _makes_container(value: Any) -> bool:
     """Whether a list with such an item is a container, and not a list of rows."""
-    if type(value) in _PLAIN:
+    if type(value) in _SINGLE_TYPES:
         return False
     if type(value) is not torch.Tensor and tree.is_container(value):
         return True
@@ -357,7 +358,7 @@ def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
     """The `apply` of a list of rows. They have no rows of their own, unless the list is one of `Rows`."""
-    if all(type(item) in _PLAIN for item in items):
+    if all(type(item) in _SINGLE_TYPES for item in items):
         return items
     return [apply_within(item, fn) for item in items]
 
@@ -407,7 +408,7 @@ def _take_record(record: Any, rows: slice) -> Any:
 
 
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
-_PLAIN: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check for each item of a long list
+_SINGLE_TYPES: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check for each item of a long list
 _ONE_THING = Kind(None, keep_whole, keep_whole)
 _UNKNOWN = Kind(None, keep_whole, keep_whole)  # a value that the library does not know how to split
 _ROWS = Kind(len, operator.getitem, keep_whole)

@@ -25,12 +25,12 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from torchstrategy._base.distributed_values import PerReplica
+from torchstrategy._base.marks import checksum, digest
 from torchstrategy._base.tree import tree_flatten
 from torchstrategy._base.types import Tree
 from torchstrategy._data.batch_types import is_leaf, tensors_within
-from torchstrategy._group.native_dtypes import bits
 from torchstrategy._group.processes.wire import decode, encode
-from torchstrategy._group.workers import ROWS, Workers, digest
+from torchstrategy._group.workers import ROWS, Workers
 
 _BEGINNING = "the beginning of an iteration over a dataset"
 _SHOWN = 8  # how many indices a message shows
@@ -136,16 +136,16 @@ def read_of(element: Tree, rows: int) -> Read:
     near = [t for t in tensors if t.is_cpu and t.layout is torch.strided and not t.is_nested and t.numel()]
     exact = [t for t in near if not (t.is_floating_point() or t.is_complex())]
     for tensor in exact or ([] if found else near):
-        found.append(zlib.crc32(_beginnings(tensor)))
+        found.append(checksum(_beginnings(tensor)))
     shapes = [f"{tuple(t.shape)} {t.dtype}" for t in tensors if t.layout is torch.strided and not t.is_nested]
     return Read(0, [rows, *found, *shapes], has_indices=False)
 
 
-def _beginnings(tensor: torch.Tensor) -> bytes:
+def _beginnings(tensor: torch.Tensor) -> torch.Tensor:
     """The first numbers of each row."""
     rows = tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1)
     few = max(1, _LOOKED_AT // (len(rows) * tensor.element_size()))
-    return bits(rows[:, :few]).numpy().tobytes()
+    return rows[:, :few]
 
 
 def reads_among(values: Sequence[Tree]) -> list[Read]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from torchstrategy._base.memory import as_in_memory, bits
+
 # The dtypes that both of them add up.
 _ADDED = frozenset(
     {
@@ -34,7 +36,7 @@ def as_addable(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a dense tensor, in a form that can be added up; the tensor itself if that is one."""
     if tensor.dtype in _ADDED and not (tensor.requires_grad or tensor.is_neg()):
         return tensor
-    tensor = _as_memory(tensor)
+    tensor = as_in_memory(tensor)
     return tensor.to(_ADDED_AS.get(tensor.dtype, tensor.dtype))
 
 
@@ -45,7 +47,7 @@ def from_addable(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a dense tensor, in a form that can be sent; the tensor itself if that is one."""
-    sendable = _as_memory(tensor)
+    sendable = as_in_memory(tensor)
     return sendable if sendable.dtype in _ADDED else bits(sendable)
 
 
@@ -60,14 +62,3 @@ def from_sendable(sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return sent
     # What was sent may begin anywhere in a buffer, and only a number of its own may begin at each byte.
     return sent.clone().reshape(-1).view(like.dtype).view(like.shape)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor as bytes, one after the other."""
-    return _as_memory(tensor).contiguous().reshape(-1).view(torch.uint8)
-
-
-def _as_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The real numbers of a tensor, each as it is in memory."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

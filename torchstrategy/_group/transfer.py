@@ -22,6 +22,7 @@ from torch.nn.parallel import comm
 from torchstrategy._base import torch_internals
 from torchstrategy._base.context import is_accelerator
 from torchstrategy._base.devices import copies_by_itself, memory_device
+from torchstrategy._base.memory import flatten
 from torchstrategy._base.streams import on_stream
 from torchstrategy._base.types import Device
 from torchstrategy._group.copy_streams import Cargo, copy_stream
@@ -121,8 +122,8 @@ def copy_to(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = Fals
             arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=copies_by_itself(device) or pinned)
             continue
         like = [tensors[index] for index in indices]
-        together = torch.cat([tensor.reshape(-1) for tensor in like])
-        arrived.update(zip(indices, torch_internals.unflattened(together.to(device), like), strict=True))
+        together = flatten(like)
+        arrived.update(zip(indices, torch_internals.unflatten(together.to(device), like), strict=True))
     if pinned:
         torch.accelerator.current_stream(tensors[0].device).synchronize()
     return [arrived[index] for index in range(len(tensors))]
@@ -308,13 +309,12 @@ def exchange_in_buckets(
         sizes = [*[size] * (pieces - 1), total - size * (pieces - 1)]
         cut_rows = []  # for each replica its tensors one after the other, cut into pieces
         for row in zip(*(columns[index] for index in group), strict=True):
-            flat = torch.cat([tensor.reshape(-1) for tensor in row])
-            cut_rows.append(flat.split(sizes))
+            cut_rows.append(flatten(row).split(sizes))
         combined = [combine(bucket) for bucket in zip(*cut_rows, strict=True)]
         results = []  # for each of the tensors that `combine` returned, its parts
         for parts in zip(*combined, strict=True):
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            results.append([part.clone() for part in torch_internals.unflattened(whole, like)])
+            results.append([part.clone() for part in torch_internals.unflatten(whole, like)])
         for index, of_column in zip(group, zip(*results, strict=True), strict=True):
             found[index] = list(of_column)
     return [found[index] for index in range(len(columns))]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import final
 
 import torch
 
+from torchstrategy._base.marks import checksum
 from torchstrategy._base.types import Device
 from torchstrategy._group.random_streams import generators_of
 from torchstrategy._group.workers import STREAMS, Workers
@@ -68,5 +68,5 @@ class WorkerStreams:
         """A number by which workers compare the states of their generators."""
         number = 0
         for generator in generators_of(self._device, with_cpu=True):
-            number = zlib.crc32(generator.get_state().numpy().tobytes(), number)
+            number = checksum(generator.get_state(), before=number)
         return number

@@ -6,7 +6,6 @@ come to the same exchanges in the same order, as all replicas come to the same s
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, final
@@ -257,11 +256,6 @@ IN_RUN = "the buffers that a step wrote"
 ROWS = "the rows of a batch"
 STREAMS = "the random generators"
 MENTIONED = (BETWEEN_RUNS, IN_RUN, ROWS, STREAMS)
-
-
-def digest(data: bytes) -> bytes:
-    """Eight bytes by which workers compare what they have."""
-    return hashlib.blake2b(data, digest_size=8).digest()
 
 
 PACK = 4 * 2**20  # bytes from which on tensors that are sent together are enough

@@ -47,7 +47,7 @@ def run_on_own_objects(
         losses: What the strategy does about the losses of its steps.
         counts: How much this replica counts, as a function of the user's has said.
     """
-    workers = storage.layout.workers
+    workers = storage.placement.workers
     values = distributed_values.distributed_within((*args, *kwargs.values()))
     check_component_counts(values, 1)
     weights = ReplicaWeights.of_lone_replicas(values, options, losses.reduction, workers, counts)
@@ -96,6 +96,6 @@ def run_on_own_objects(
 def _group_of(storage: OwnObjects, weights: ReplicaWeights, callers_device: Device | None) -> ReplicaGroup:
     """The replica, as it synchronizes with those of other workers."""
     replica = InlineReplica(0, storage.devices[0], callers_device)
-    replica.telling = storage.layout.workers.arrive
+    replica.telling = storage.placement.workers.arrive
     replica.combining = storage.random.for_all_workers
-    return ReplicaGroup(replica, weights, storage.devices, storage.layout.workers)
+    return ReplicaGroup(replica, weights, storage.devices, storage.placement.workers)

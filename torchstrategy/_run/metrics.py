@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from torchstrategy._base.context import is_in_replica
+from torchstrategy._base.marks import version_of
 from torchstrategy._base.objects.changes import are_same
-from torchstrategy._base.torch_internals import version
 from torchstrategy._group.group import group_here
 from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy._group.workers import Workers
@@ -243,7 +243,7 @@ _MEAN = "dim_zero_mean"
 
 def _note_state(state: Any) -> list[object]:
     """A list that differs, item by item, after the state was written or replaced."""
-    return [*state, state] if isinstance(state, list) else [state, version(state)]
+    return [*state, state] if isinstance(state, list) else [state, version_of(state)]
 
 
 def _bring_to(device: torch.device, state: Any, copy: bool = False) -> Any:

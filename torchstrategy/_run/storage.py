@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchstrategy._base.objects.module_traversal import parts_of
+from torchstrategy._base.objects.module_traversal import modules_within
 from torchstrategy._base.objects.torch_hooks import Stepper, watched
 from torchstrategy._run.placement import Placement
 from torchstrategy._variables.variable import Variable, is_variable
@@ -25,15 +25,15 @@ class Storage:
     This storage is that of a single replica, which uses the user's own objects, so that a run has nothing to prepare.
 
     Args:
-        layout: Where parameters and their copies are.
+        placement: Where parameters and their copies are.
     """
 
-    def __init__(self, layout: Placement) -> None:
-        self.layout = layout
-        self.devices = tuple(layout.devices)
-        self.parameter_device = layout.parameter_device
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.devices = tuple(placement.devices)
+        self.parameter_device = placement.parameter_device
         # Where parameters are: one device, or every device that has copies of them.
-        self.parameter_devices = self.devices if layout.is_mirrored else (self.parameter_device,)
+        self.parameter_devices = self.devices if placement.is_mirrored else (self.parameter_device,)
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in the modules, optimizers and schedulers that this thread creates."""
@@ -46,7 +46,7 @@ class Storage:
             RuntimeError: If a part of it belongs to another strategy.
             TypeError: If it cannot be used in replicas.
         """
-        parts = parts_of([module])
+        parts = modules_within([module])
         # All parts are looked at first: a module that is refused leaves none of its parts claimed.
         for part in parts:
             self._require_free(part)

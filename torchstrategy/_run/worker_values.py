@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from torchstrategy._base.errors import plural
+from torchstrategy._base.marks import digest, digest_of
 from torchstrategy._base.torch_internals import is_distributed_tensor
 from torchstrategy._base.types import GeneratorLike
-from torchstrategy._group.native_dtypes import bits
-from torchstrategy._group.workers import IN_RUN, Workers, digest
+from torchstrategy._group.workers import IN_RUN, Workers
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable
 
@@ -85,8 +85,7 @@ def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequenc
     Raises:
         RuntimeError: Naming the first tensor that differs.
     """
-    marks = [digest(b"".join(bits(part).cpu().numpy().tobytes() for part in _dense_parts(t))) for t in tensors]
-    of_all = workers.all_gather_object(marks, "the values that a worker has written")
+    of_all = workers.all_gather_object(list(map(digest_of, tensors)), "the values that a worker has written")
     for w, theirs in enumerate(of_all):
         for name, one, other in zip(names, of_all[0], theirs, strict=True):
             if one != other:
@@ -98,19 +97,6 @@ def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequenc
                     "workers: numbers of all rows come from loss.backward(), or from get_replica_context().all_reduce. "
                     "torchstrategy.testing.assert_workers_agree(strategy, model) finds where they part."
                 )
-
-
-def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that make up a tensor: of a sparse one its indices and values."""
-    tensor = tensor.detach()
-    if tensor.layout is torch.strided:
-        return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
 def refuse_other_writes(workers: Workers, names: Sequence[str], num_writes: Sequence[int]) -> None:

@@ -18,8 +18,9 @@ from torchstrategy._base.context import Frame, current_frame, current_strategy, 
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import DistributedValues, PerReplica, listed, regroup, select
 from torchstrategy._base.errors import require_type
+from torchstrategy._base.marks import version_of
 from torchstrategy._base.options import VariableAggregation, VariableSynchronization
-from torchstrategy._base.torch_internals import make_parameter, version
+from torchstrategy._base.torch_internals import make_parameter
 from torchstrategy._base.tree import map_leaves, tree_leaves
 from torchstrategy._base.types import Device, StrategyLike, Tree
 from torchstrategy._group.transfer import sum_on
@@ -248,10 +249,10 @@ class Component(Variable):
         container = self.container()
         if isinstance(container, MirroredVariable) and not self.is_open:
             first = container._components[0]._memory
-            if self._memory is not first and self.known != version(first):
+            if self._memory is not first and self.known != version_of(first):
                 with undisturbed():
                     self._memory.copy_(first)
-                self.known = version(first)
+                self.known = version_of(first)
         return self._memory
 
     def _assign(self, operation: Callable[..., Any], value: Tree) -> Self:

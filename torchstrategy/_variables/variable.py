@@ -29,9 +29,10 @@ from torchstrategy._base.context import current_frame, is_default, local_object,
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import DistributedValues, Mirrored, PerReplica, shown
 from torchstrategy._base.errors import require_type
+from torchstrategy._base.marks import version_of
 from torchstrategy._base.objects.proxies import ShowsLocalGrad
 from torchstrategy._base.options import ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrategy._base.torch_internals import hide_from_compiler, make_parameter, version
+from torchstrategy._base.torch_internals import hide_from_compiler, make_parameter
 from torchstrategy._base.tree import map_leaves
 from torchstrategy._base.types import Device, ReplicaContextLike, StrategyLike, Tree, VariableBase
 from torchstrategy._group.reductions import as_tensor
@@ -228,13 +229,13 @@ class Variable(ShowsLocalGrad, VariableBase):
     ) -> Any:
         used: dict[int, tuple[Variable, torch.Tensor]] = {}
         args, kwargs = _with_stand_ins(args, used), _with_stand_ins(kwargs or {}, used)
-        watched = [(v, t, version(t)) for v, t in used.values() if v._watches]
+        watched = [(v, t, version_of(t)) for v, t in used.values() if v._watches]
         if any(map(_has_a_say, types)):
             result = func(*_without_variables(args), **_without_variables(kwargs))
         else:
             result = _call_plainly(func, (), args, kwargs)
         for variable, tensor, before in watched:
-            if version(tensor) != before:
+            if version_of(tensor) != before:
                 variable._was_written(tensor)
                 result = variable if result is tensor else result
         return result

@@ -7,17 +7,13 @@ attributes on tensors, too, as in `weight.is_expert = True`.
 from __future__ import annotations
 
 import copyreg
-import enum
+import dis
 import functools
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
-from fractions import Fraction
 from itertools import chain
-from pathlib import PurePath
 from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
 
@@ -26,19 +22,18 @@ import torch
 from torch import nn
 
 from torchstrategy._base.distributed_values import PerReplica
+from torchstrategy._base.plain import PLAIN, PLAIN_TYPES
 
-_NUMBERS = (bool, int, float, complex, np.generic, Decimal, Fraction, datetime, date, time, timedelta)
-PLAIN = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range, slice, PurePath)
-PLAIN_TYPES = {bool, int, float, complex, str, bytes, type(None)}
 SEQUENCES = (list, deque, set)
-COPIED = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, types.SimpleNamespace)
+# The containers of Python's own that a step may change in place. `type(value) in` them: a subclass may hold more.
+OPEN_CONTAINERS = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, types.SimpleNamespace)
 # The attributes of functions are not looked at, since replicas share functions. Modules are not looked at either, since
 # other files compare them.
 _CLOSED = (*PLAIN, torch.Tensor, nn.Module, np.ndarray, torch.Generator, types.ModuleType, type)
 _CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
-class Place(NamedTuple):
+class CopiedThing(NamedTuple):
     """An attribute, or what it holds: a container, an object or a tensor, with the copies of the replicas."""
 
     path: str
@@ -46,16 +41,18 @@ class Place(NamedTuple):
     local: Sequence[Any]  # by replica
 
 
-def places_and_leaves(named: Iterable[Place]) -> tuple[dict[int, Place], dict[int, Place], list[Place]]:
+def find_copied_things(
+    named: Iterable[CopiedThing],
+) -> tuple[dict[int, CopiedThing], dict[int, CopiedThing], list[CopiedThing]]:
     """All that some attributes hold and that may be changed in place, by the ids of the user's objects.
 
     Returns:
         The containers and objects; the leaves, which are tensors, and arrays as tensors that share their memory; and
         the arrays and `PerReplica`s themselves.
     """
-    places: dict[int, Place] = {}
-    leaves: dict[int, Place] = {}
-    others: list[Place] = []
+    places: dict[int, CopiedThing] = {}
+    leaves: dict[int, CopiedThing] = {}
+    others: list[CopiedThing] = []
     walks = (_walk(attribute.path, attribute.original, attribute.local, set()) for attribute in named)
     for place in chain.from_iterable(walks):
         where, value, copies = place
@@ -65,13 +62,13 @@ def places_and_leaves(named: Iterable[Place]) -> tuple[dict[int, Place], dict[in
         elif isinstance(value, (np.ndarray, PerReplica)):
             others.append(place)
             with suppress(TypeError, ValueError):  # no array, or one of a dtype that torch does not have
-                leaves[id(value)] = Place(where, _over(value), list(map(_over, copies)))
+                leaves[id(value)] = CopiedThing(where, _share_memory(value), list(map(_share_memory, copies)))
         elif not isinstance(value, nn.Module):
             places[id(value)] = place
     return places, leaves, others
 
 
-def _over(array: Any) -> torch.Tensor:
+def _share_memory(array: Any) -> torch.Tensor:
     """A tensor that shares the memory of an array."""
     with catch_warnings():
         simplefilter("ignore")  # torch warns of a read-only array, on which the library does not write
@@ -87,9 +84,9 @@ def things_in(path: str, value: Any, has_data: bool = False) -> Iterator[tuple[s
     return ((where, held) for where, held, _ in walked)
 
 
-def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int], has_data: bool = True) -> Iterator[Place]:
+def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int], has_data: bool = True) -> Iterator[CopiedThing]:
     if isinstance(value, (torch.Tensor, np.ndarray, nn.Module, PerReplica)):
-        yield Place(path, value, local)
+        yield CopiedThing(path, value, local)
     has_attributes = isinstance(value, torch.Tensor) and bool(vars(value))
     if id(value) in seen or any(copied is value for copied in local):
         return
@@ -99,7 +96,7 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int], has_data:
         return  # an object of this library, such as a strategy or a dataset
     seen.add(id(value))
     if not isinstance(value, (tuple, frozenset, torch.Tensor)):
-        yield Place(path, value, local)
+        yield CopiedThing(path, value, local)
     if isinstance(value, (list, tuple, deque)) and set(map(type, value)) <= PLAIN_TYPES:
         return  # there may be many
     if not has_data and isinstance(value, (list, tuple, dict)) and len(value) > _MANY and data_in(value) is not None:
@@ -162,7 +159,7 @@ def _entries(kind: Any, alike: Sequence[Any]) -> Iterable[Any] | None:
         has_more = kind.__dictoffset__ and any(map(vars, alike))
         are_data = all(issubclass(key, (*PLAIN, tuple, frozenset)) for key in keys)
         return chain.from_iterable(map(dict.values, alike)) if are_data and not has_more else None
-    if not is_container(alike[0]):
+    if not is_plain_holder(alike[0]):
         return None
     return chain.from_iterable(named_items(one).values() for one in alike)
 
@@ -207,20 +204,46 @@ def attributes(thing: Any) -> dict[str, Any]:
     return found
 
 
-def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def variables_in_closure(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The variables that a function closes over, with their names. Variables that are not assigned yet are left out."""
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         with suppress(ValueError):
             yield name, cell.cell_contents
 
 
-def is_container(value: Any) -> bool:
+def globals_of(fn: types.FunctionType) -> list[str]:
+    """The global names that a function may use."""
+    return [name for name in globals_in(fn.__code__) if name in fn.__globals__]
+
+
+_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME", "DELETE_NAME"})
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals in a function, and in functions and comprehensions inside it, each once.
+
+    An attribute may have the name of a global that is something else: `optimizer.step()` is no use of a global `step`.
+    """
+    inner = [globals_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    own = [one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS]
+    return tuple(dict.fromkeys([*own, *chain.from_iterable(inner)]))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals and attributes in a function, and in functions and comprehensions inside it, each once."""
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return tuple(dict.fromkeys([*code.co_names, *chain.from_iterable(inner)]))
+
+
+def is_plain_holder(value: Any) -> bool:
     """Whether a value is known to be no more than what it holds: a plain container, or an object with attributes.
 
     Such an object has no lock, file or random generator, and nothing that is called.
     """
     cls: Any = type(value)
-    if isinstance(value, (tuple, frozenset)) or cls in COPIED:
+    if isinstance(value, (tuple, frozenset)) or cls in OPEN_CONTAINERS:
         return True
     is_usual = (cls.__reduce__, cls.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__)
     is_closed = isinstance(value, (*_CLOSED, *_CALLED)) or cls.__module__.split(".")[0] in ("torch", "torchstrategy")

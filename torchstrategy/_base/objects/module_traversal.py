@@ -12,7 +12,7 @@ from torchstrategy._base.objects.attribute_contents import things_in
 from torchstrategy._base.types import Device
 
 
-def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def modules_within(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules and everything below them, each once, parents before their children.
 
     Modules that a module holds in a container or object are included, unlike in `Module.modules()`.

@@ -321,7 +321,7 @@ def _tell_autograd() -> None:
 def uninstall(objects: Sequence[object], run: object) -> None:
     """The reverse of `install`, but objects that another run has proxies of stay proxies. May be called again."""
     with _lock:
-        _exchange_classes(_of_no_other(objects, run), plain_class)
+        _exchange_classes(_find_unshared(objects, run), plain_class)
         _under_way.pop(run, None)
         if not _under_way:
             guards.end()
@@ -334,7 +334,7 @@ def suspended(objects: Sequence[object], run: object) -> Iterator[None]:
     See Note [What a proxy must not change].
     """
     with _lock:
-        at_rest = _of_no_other(objects, run)
+        at_rest = _find_unshared(objects, run)
         _exchange_classes(at_rest, plain_class)
     try:
         yield
@@ -344,7 +344,7 @@ def suspended(objects: Sequence[object], run: object) -> Iterator[None]:
                 _exchange_classes(at_rest, _proxy_class)
 
 
-def _of_no_other(objects: Sequence[object], run: object) -> Sequence[object]:
+def _find_unshared(objects: Sequence[object], run: object) -> Sequence[object]:
     """The objects that no other run has proxies of."""
     others = {id(thing) for other, things in _under_way.items() if other is not run for thing in things}
     return [thing for thing in objects if id(thing) not in others] if others else objects
@@ -366,14 +366,14 @@ def is_all_in_dict(thing: object) -> bool:
     return all(getattr(cls, name) == getattr(_Attributes, name) for name in _LAYOUT) and cls.__module__ != "types"
 
 
-def _without_proxy(cls: type) -> type:
+def _find_plain_class(cls: type) -> type:
     """The user's class, if `cls` is its proxy class; else `cls` itself."""
     if cls is _ParameterProxy:
         return nn.Parameter
     return cls.__bases__[0] if issubclass(cls, Proxy) else cls
 
 
-def _with_proxy(cls: type) -> type:
+def _make_proxy_class(cls: type) -> type:
     """The proxy class of a class of the user's; or `cls` itself, if it is one."""
     if issubclass(cls, Proxy):
         return cls
@@ -394,7 +394,7 @@ def hidden_subclass(cls: type, kind: type | None, members: Mapping[str, Any]) ->
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": ()}
     body |= members
     made: Any = type(type(cls))  # usually `type`
-    meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
+    meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _order_classes(new, cls, kind)})
     # The metaclass is not called: the user's own may count classes, or refuse a second one of the same name.
     # See Note [What a proxy must not change].
     made = ABCMeta if issubclass(meta, ABCMeta) else type
@@ -403,11 +403,11 @@ def hidden_subclass(cls: type, kind: type | None, members: Mapping[str, Any]) ->
 
 
 # A run looks up the class of every object.
-plain_class: Callable[[type], type] = functools.cache(_without_proxy)
-_proxy_class: Callable[[type], type] = functools.cache(_with_proxy)
+plain_class: Callable[[type], type] = functools.cache(_find_plain_class)
+_proxy_class: Callable[[type], type] = functools.cache(_make_proxy_class)
 
 
-def _looked_up_in(proxy: type, cls: type, kind: type | None) -> list[type]:
+def _order_classes(proxy: type, cls: type, kind: type | None) -> list[type]:
     """The method resolution order of a proxy class: `kind` comes first, though the user's class is the only base.
 
     `Proxy` cannot be a base before the user's class. If the first base of that class has empty `__slots__`, as `ABC`

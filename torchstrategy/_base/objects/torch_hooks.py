@@ -100,7 +100,7 @@ def watched(storage: Any) -> Iterator[None]:
                 _constructors.end()
 
 
-def _telling(plain: Callable[..., None]) -> Callable[..., None]:
+def _tell_when_called(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
@@ -115,7 +115,7 @@ def _telling(plain: Callable[..., None]) -> Callable[..., None]:
 _STEPPERS = (torch.amp.GradScaler, LRScheduler, ChainedScheduler, ReduceLROnPlateau, SequentialLR)
 _NEW = [(kind, "__init__") for kind in (nn.Module, Optimizer, *_STEPPERS)]
 _COPIED = [(kind, "__setstate__") for kind in (nn.Module, torch.amp.GradScaler)]
-_constructors = _Exchange(dict.fromkeys([*_NEW, *_COPIED], _telling))
+_constructors = _Exchange(dict.fromkeys([*_NEW, *_COPIED], _tell_when_called))
 
 
 # Which steps of schedulers and scalers are refused
@@ -149,7 +149,7 @@ class _SchedulerGuard:
         vars(scheduler)[self._name] = value
 
 
-def _guarded_method(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_method(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A method of scalers that takes an optimizer, and refuses that of a replica."""
 
     @functools.wraps(plain)
@@ -176,7 +176,7 @@ guards = _Exchange(
         (LRScheduler, "last_epoch"): lambda _: _SchedulerGuard("last_epoch", is_count=True),
         (LRScheduler, "_step_count"): lambda _: _SchedulerGuard("_step_count", is_count=True),
         (LRScheduler, "T_cur"): lambda _: _SchedulerGuard("T_cur", is_count=True),  # of CosineAnnealingWarmRestarts
-        (torch.amp.GradScaler, "_unscale_grads_"): _guarded_method,  # which `step` and `unscale_` call first
+        (torch.amp.GradScaler, "_unscale_grads_"): _guard_method,  # which `step` and `unscale_` call first
     }
 )
 

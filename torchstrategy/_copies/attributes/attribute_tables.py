@@ -1,4 +1,8 @@
-"""The `__dict__`s in which the user's modules and tensors have attributes, each with those of the replicas' copies."""
+"""The `__dict__`s in which the user's modules and tensors have attributes, each with those of the replicas' copies.
+
+A `__dict__` is compared and written like any container. But nearly all tensors of a model have an empty one, and a run
+is not to look into thousands of these: `AttributesOfTensors` takes one look at all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._base.objects.attribute_contents import Place
+from torchstrategy._base.objects.attribute_contents import CopiedThing
 from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot
 
 
@@ -49,14 +53,14 @@ class AttributesOfTensors:
 
 def tables_of_tensors(
     names: Sequence[str], tensors: Sequence[torch.Tensor], of_replicas: Sequence[Sequence[torch.Tensor]]
-) -> list[Place]:
+) -> list[CopiedThing]:
     """The `__dict__`s of some tensors of the user's, each with those of the replicas' tensors."""
     inside = zip(*(map(vars, of_replica) for of_replica in of_replicas), strict=True)
     places = zip(names, map(vars, tensors), inside, strict=True)
-    return [Place(path=name, original=table, local=of_all) for name, table, of_all in places]
+    return [CopiedThing(path=name, original=table, local=of_all) for name, table, of_all in places]
 
 
-def by_path(things: Iterable[Place]) -> dict[str, Place]:
+def by_path(things: Iterable[CopiedThing]) -> dict[str, CopiedThing]:
     """The same things by their paths, no two of which are one: two models may be of one class."""
     seen: Counter[str] = Counter()
     made = {}

@@ -26,24 +26,26 @@ from torch import nn
 
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._base.objects.attribute_contents import COPIED, PLAIN_TYPES
-from torchstrategy._base.objects.changes import MISSING, StepWrites, write_value
+from torchstrategy._base.objects.attribute_contents import OPEN_CONTAINERS, names_in
+from torchstrategy._base.objects.changes import MISSING
 from torchstrategy._base.objects.module_traversal import HOOK_TABLES, held_plainly
 from torchstrategy._base.objects.proxies import is_all_in_dict
+from torchstrategy._base.plain import PLAIN_TYPES
 from torchstrategy._base.torch_internals import GLOBAL_MODULE_HOOKS
 from torchstrategy._base.types import Device, Tree
+from torchstrategy._base.writes import StepWrites, write_value
 from torchstrategy._copies.attributes.trainers import (
     KeptContainer,
     RunReplicas,
     SharedGlobal,
     Trainer,
     Translation,
-    written_globally,
+    global_write_message,
 )
-from torchstrategy._copies.references.deep_copies import ClosureRebinder, is_function, names_in
+from torchstrategy._copies.references.deep_copies import ClosureRebinder, is_function
 from torchstrategy._copies.references.hook_references import References, Way
 from torchstrategy._copies.references.step_references import package_of
-from torchstrategy._copies.tensor_copies import copies_of
+from torchstrategy._copies.tensor_copies import copy_tensors
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
@@ -101,14 +103,16 @@ class KeptByHooks:
 
     def _shared_hooks(self, others: Iterable[nn.Module]) -> list[Any]:
         """The hooks that are one function for all replicas: those for all modules, and those of shared modules."""
-        found = [hook for table in GLOBAL_MODULE_HOOKS if table for hook in list(table.values())]
+        found: list[Any] = []
+        for table in GLOBAL_MODULE_HOOKS:
+            found += table.values()
         found += hooks_of(others)
         return [hook for hook in found if not _keeps_nothing(hook)]
 
     def _make_own(self, key: int, thing: Any) -> None:
         self._originals[key] = thing
         for own, device in zip(self.own, self._devices, strict=True):
-            own[key] = _own_of(thing, device)
+            own[key] = _make_thing_like(thing, device)
 
     def begin(
         self,
@@ -155,7 +159,8 @@ class KeptByHooks:
         """
         holding = new = set(self._originals)
         while new:
-            new = set().union(*(step.holders.get(key, ()) for key in new)) - holding
+            holders = set().union(*(step.holders.get(key, ()) for key in new))
+            new = holders - holding
             holding = holding | new
             for key in new & step.things.keys() - found.things.keys():
                 found.things[key] = step.things[key]
@@ -171,7 +176,7 @@ class KeptByHooks:
             for own in self.own:
                 del own[key]
 
-    def switched(self, in_run: Any, between_runs: Any) -> Any:
+    def make_switch(self, in_run: Any, between_runs: Any) -> Any:
         """A replica's hook, which keeps things in a run where the replica has its own, and else on the user's objects.
 
         A backward of the user's, between runs, calls the hooks of replicas, too.
@@ -181,11 +186,12 @@ class KeptByHooks:
 
         @functools.wraps(between_runs)
         def hook(*args: Any, **kwargs: Any) -> Any:
-            return (in_run if self.is_under_way else between_runs)(*args, **kwargs)
+            call = in_run if self.is_under_way else between_runs
+            return call(*args, **kwargs)
 
         return hook
 
-    def of_users(self, replica: int) -> dict[int, Any]:
+    def map_to_users(self, replica: int) -> dict[int, Any]:
         """By the ids of a replica's containers, variables and tensors: the user's in their place."""
         return {id(own): self._originals[key] for key, own in self.own[replica].items()}
 
@@ -234,7 +240,11 @@ class KeptInRun(Translation):
         self._made: dict[tuple[int, ...], PerReplica[Any]] = {}  # by the ids of their components
         self._rebinders = [ClosureRebinder({**mapping, **others}) for mapping, others in zip(local, own, strict=True)]
         self._steps = [ClosureRebinder(mapping, holding) for mapping in own]
-        self._back = {id(mapping[key]): thing for key, thing in originals.items() for mapping in own}
+        # By the id of what a replica has: the user's thing in its place.
+        self._back: dict[int, Any] = {}
+        for key, thing in originals.items():
+            for mapping in own:
+                self._back[id(mapping[key])] = thing
         self._users = functools.cache(users)
         self.is_bound = bool(originals)
         self.known = found.things.keys()
@@ -265,7 +275,7 @@ class KeptInRun(Translation):
 
     def bind(self, value: Any, replica: int) -> Any:
         """The step as a replica calls it: a function over what the replica has in the place of what hooks keep."""
-        return self._steps[replica].held(value) if self.is_bound else value
+        return self._steps[replica].rebind_object(value) if self.is_bound else value
 
     def select(self, tree: Tree) -> Tree:
         """The arguments of the step, with a `PerReplica` in the place of what is another thing in each replica."""
@@ -283,21 +293,21 @@ class KeptInRun(Translation):
 
     # What a value is in a replica, and the reverse
 
-    def in_replica(self, value: Any, replica: int) -> Any:
+    def to_replica(self, value: Any, replica: int) -> Any:
         if type(value) in PLAIN_TYPES:
             return value
-        value = super().in_replica(value, replica)
+        value = super().to_replica(value, replica)
         for table in (self._own[replica], self._local[replica]):
             if id(value) in table:
                 return table[id(value)]
         if not (isinstance(value, tuple) or is_function(value)):
             return value
-        own = self._rebinders[replica].held(value)
+        own = self._rebinders[replica].rebind_object(value)
         if own is not value:
             self._back[id(own)] = value  # the rebinder keeps both
         return own
 
-    def of_users(self, value: Any) -> Any:
+    def to_users(self, value: Any) -> Any:
         if type(value) in PLAIN_TYPES:
             return value
         if id(value) in self._back:
@@ -305,18 +315,18 @@ class KeptInRun(Translation):
         if isinstance(value, (nn.Module, torch.Tensor)):
             return self._users().get(id(value), value)
         if isinstance(value, tuple) or is_function(value):
-            return ClosureRebinder({**self._users(), **self._back}).held(value)
+            return ClosureRebinder({**self._users(), **self._back}).rebind_object(value)
         return value
 
     def is_written(self, value: Any, present: Sequence[int]) -> bool:
         return isinstance(value, _ARRAYS) and self._arrays.is_written(value, present)
 
-    def in_one(self, value: PerReplica[Any]) -> PerReplica[Any]:
+    def unite(self, value: PerReplica[Any]) -> PerReplica[Any]:
         # What stands in several places of the replicas is one object for the user, too.
         numbers = [*value._components, *value._earlier.values()]
         return self._made.setdefault((*map(id, numbers), *value._earlier), value)
 
-    def merged_array(self, value: Any, of_replicas: Sequence[Any]) -> Any:
+    def merge_array(self, value: Any, of_replicas: Sequence[Any]) -> Any:
         return self._arrays.merge(value, of_replicas)
 
     # The run
@@ -336,10 +346,10 @@ class KeptInRun(Translation):
             part.put_together()
         for name, written in self._global_parts:
             if written.was_written:
-                raise RuntimeError(written_globally(name))
+                raise RuntimeError(global_write_message(name))
         for key in self._global_arrays:
             if self._arrays.is_written(self._arrays.known[key], self._present):
-                raise RuntimeError(written_globally(self._named[key]))
+                raise RuntimeError(global_write_message(self._named[key]))
         self._arrays.check_merged(self._present, self._named)
 
     def write_back(self) -> bool:
@@ -369,7 +379,7 @@ class _Arrays:
         tensors = [key for key, thing in known.items() if isinstance(thing, torch.Tensor)]
         for mapping, device in zip(own, devices, strict=True):
             for key, thing in known.items():
-                mapping[key] = _with_numbers_of(thing, mapping[key], device)
+                mapping[key] = _bring_numbers(thing, mapping[key], device)
         self._index = {key: i for i, key in enumerate(tensors)}
         self._writes = [StepWrites([mapping[key] for key in tensors]) for mapping in own]
         self._written: list[set[int]] | None = None
@@ -420,19 +430,19 @@ class _Arrays:
 _ARRAYS = (torch.Tensor, np.ndarray)
 
 
-def _own_of(thing: Any, device: Device) -> Any:
+def _make_thing_like(thing: Any, device: Device) -> Any:
     """A new thing for a replica, in the place of one of the user's. What it holds is brought when a run begins."""
     if isinstance(thing, types.CellType):
         return types.CellType()
     if isinstance(thing, torch.Tensor):
-        return copies_of([thing], device)[0]
-    if type(thing) in COPIED or isinstance(thing, np.ndarray):
+        return copy_tensors([thing], device)[0]
+    if type(thing) in OPEN_CONTAINERS or isinstance(thing, np.ndarray):
         return copy.copy(thing)
     kind: Any = type(thing)
     return kind.__new__(kind)
 
 
-def _with_numbers_of(thing: Any, own: Any, device: Device) -> Any:
+def _bring_numbers(thing: Any, own: Any, device: Device) -> Any:
     """A replica's tensor or array, with the numbers of the user's: `own`, if it can have them."""
     if isinstance(thing, np.ndarray):
         if (own.shape, own.dtype) != (thing.shape, thing.dtype):
@@ -440,7 +450,7 @@ def _with_numbers_of(thing: Any, own: Any, device: Device) -> Any:
         np.copyto(own, thing)
         return own
     if own.requires_grad or (own.shape, own.dtype) != (thing.shape, thing.dtype):
-        return copies_of([thing], device)[0]
+        return copy_tensors([thing], device)[0]
     if not _are_equal(own, thing):
         write_value(own, thing, False)
     return own

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._base.objects.attribute_contents import PLAIN, Data, Place, data_in, things_in
+from torchstrategy._base.objects.attribute_contents import CopiedThing, Data, data_in, things_in
 from torchstrategy._base.objects.changes import MISSING, Snapshot
 from torchstrategy._base.objects.module_traversal import TORCHS_OWN, computed_by_hooks
 from torchstrategy._base.objects.proxies import Proxy, hidden_subclass, plain_class
+from torchstrategy._base.plain import PLAIN
 
 LARGE = 1000  # entries: to look through fewer in each run costs little
 
@@ -105,7 +106,7 @@ def postpone(copied: nn.Module, names: Set[str]) -> None:
 
 def settle(copied: nn.Module) -> None:
     """Gives a copy the user's class again, if no attribute of it waits."""
-    if not any(_waiting(copied)):
+    if not any(_list_waiting(copied)):
         _set_class(copied, plain_class(type(copied)))
 
 
@@ -113,7 +114,7 @@ _set_class = vars(object)["__class__"].__set__
 _inside_of: Callable[[nn.Module], dict[str, Any]] = vars(nn.Module)["__dict__"].__get__
 
 
-def _waiting(copied: nn.Module) -> Iterator[Later]:
+def _list_waiting(copied: nn.Module) -> Iterator[Later]:
     return (value for value in list(_inside_of(copied).values()) if type(value) is Later)
 
 
@@ -122,7 +123,7 @@ class _WithLateAttributes(Proxy):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         copied: Any = self
-        for value in _waiting(copied):
+        for value in _list_waiting(copied):
             value.bring()
         settle(copied)
         return copied.__reduce_ex__(protocol)  # of the user's class, which it has again
@@ -143,17 +144,17 @@ class _LateAttribute:
     def __get__(self, copied: Any, owner: type) -> Any:
         if copied is None:
             return getattr(plain_class(owner), self._name)
-        value = self._brought(copied)
-        return self._of_class(copied) if value is MISSING else value
+        value = self._bring(copied)
+        return self._read_from_class(copied) if value is MISSING else value
 
-    def _brought(self, copied: Any) -> Any:
+    def _bring(self, copied: Any) -> Any:
         value = _inside_of(copied).get(self._name, MISSING)
         if type(value) is not Later:
             return value
         value.bring()
         return _inside_of(copied)[self._name]
 
-    def _of_class(self, copied: Any) -> Any:
+    def _read_from_class(self, copied: Any) -> Any:
         cls = plain_class(type(copied))
         for base in cls.__mro__:
             if self._name in vars(base):
@@ -162,11 +163,11 @@ class _LateAttribute:
         raise AttributeError(f"{cls.__name__!r} object has no attribute {self._name!r}")
 
     def __set__(self, copied: Any, value: Any) -> None:
-        self._brought(copied)  # or a replica that brings the copies later would put one in the place of this value
+        self._bring(copied)  # or a replica that brings the copies later would put one in the place of this value
         _inside_of(copied)[self._name] = value
 
     def __delete__(self, copied: Any) -> None:
-        if self._brought(copied) is MISSING:
+        if self._bring(copied) is MISSING:
             raise AttributeError(self._name)
         del _inside_of(copied)[self._name]
 
@@ -179,7 +180,7 @@ class LateCopies:
         path: The path of its module.
         name: Its name.
         copies: The copies.
-        places: The containers in it, by their paths.
+        containers: The containers in it, by their paths.
         originals: What these hold in the user's attribute.
         local: What they hold in the copies, by replica.
     """
@@ -187,16 +188,18 @@ class LateCopies:
     path: str
     name: str
     copies: Sequence[Any]
-    places: dict[str, Place]
+    containers: dict[str, CopiedThing]
     originals: Snapshot
     local: Sequence[Snapshot]
 
     @classmethod
-    def of(cls, path: str, name: str, copies: Sequence[Any], places: dict[str, Place]) -> LateCopies:
+    def of(cls, path: str, name: str, copies: Sequence[Any], containers: dict[str, CopiedThing]) -> LateCopies:
         """Notes what all containers hold now."""
-        originals = Snapshot({where: place.original for where, place in places.items()})
-        local = [Snapshot({where: place.local[r] for where, place in places.items()}) for r in range(len(copies))]
-        return cls(path, name, copies, places, originals, local)
+        originals = Snapshot({where: one.original for where, one in containers.items()})
+        local: list[Snapshot] = []
+        for r in range(len(copies)):
+            local.append(Snapshot({where: one.local[r] for where, one in containers.items()}))
+        return cls(path, name, copies, containers, originals, local)
 
 
 def has_containers(value: Any) -> bool:

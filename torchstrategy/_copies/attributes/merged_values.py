@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from torchstrategy._base.distributed_values import ABSENT, PerReplica
-from torchstrategy._base.memory import storage_of
-from torchstrategy._base.objects.attribute_contents import PLAIN, is_container, named_items, write_items
+from torchstrategy._base.memory import bits, memory_id
+from torchstrategy._base.objects.attribute_contents import is_plain_holder, named_items, write_items
+from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.types import Device
-from torchstrategy._copies.references.deep_copies import ClosureRebinder, are_alike, is_function
-from torchstrategy._group.native_dtypes import bits
+from torchstrategy._copies.references.deep_copies import ClosureRebinder, are_same_function, is_function
 
 Items = dict[tuple[str, Any], Any]  # what `named_items` returns
 
@@ -35,10 +35,23 @@ Look = Callable[[str, object, Sequence[object]], None]
 """Compares numbers that are kept with those that other replicas wrote, for a warning: see `LostNumbers.look`."""
 
 
+# Note [Two rules of merging attributes]
+# After a run, a user's object has one value in the place of those that the replicas wrote. There are two rules, and one
+# could not do for both:
+# - That of modules (`ModuleMerger`). A module is called between runs, too, and its forward computes with its
+#   attributes: a `PerReplica` in the place of a number would stop it. So where numbers or statistics differ, the first
+#   replica's stay, and a warning says what is lost. Items of containers are merged one by one.
+# - That of trainers (`Trainer.put_together`), and of what hooks keep. There, an attribute is what a step gives to the
+#   program: of `self.rows = len(inputs)` the first replica's alone would be a wrong answer. So what is not equal in all
+#   replicas becomes a `PerReplica`, and a replica that took no part goes on with what it had.
+# Both leave alone what is the same in all replicas, and let an output be a `PerReplica` that is kept. Buffers have
+# rules of their own (`ReplicatedModules._buffer_values`), and so have the states of metrics (`metrics`).
+
+
 @final
 @dataclass(eq=False)
-class Merger:
-    """Makes one value of those that the replicas have at the end of a run.
+class ModuleMerger:
+    """Makes one value of those that the replicas have at the end of a run. See Note [Two rules of merging attributes].
 
     All methods take the values of the replicas that took part in the run, the first replica's first; `ABSENT` where a
     replica has none.
@@ -66,7 +79,7 @@ class Merger:
     _made: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)  # by the ids of the values
     _copied: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)  # by the ids of the storages
 
-    def merged(self, path: str, values: Sequence[Any], before: Any) -> Any:
+    def merge(self, path: str, values: Sequence[Any], before: Any) -> Any:
         """The value for the user's module; `ABSENT` if it is to have none.
 
         Args:
@@ -84,26 +97,33 @@ class Merger:
         # What stands in several places of the replicas is one object in the user's modules, too.
         key = tuple(map(id, values))
         if key not in self._made:
-            self._made[key] = self._of_known(values) or self._made_of(key, path, values, before)
+            self._made[key] = self._find_known(values) or self._make(key, path, values, before)
         return self._made[key][0]
 
     def _compare(self, path: str, values: Sequence[Any]) -> None:
         if not self.is_quiet:
             self.look(path, values[0], [value for value in values[1:] if value is not ABSENT])
 
-    def _of_known(self, values: Sequence[Any]) -> list[Any]:
+    def _find_known(self, values: Sequence[Any]) -> list[Any]:
         """A list of what the user has in the place of all the values, or of the one object that all of them are."""
         known = [self.users().get(id(value), value) for value in values]
-        is_one = all(map(operator.is_, known, known[1:]))
-        is_made = is_container(known[0]) or is_function(known[0]) or type(known[0]) in _ARRAYS
-        return [known[0]] if is_one and (id(values[0]) in self.users() or len(values) > 1 or not is_made) else []
+        if not all(map(operator.is_, known, known[1:])):
+            return []
+        one = known[0]
+        if id(values[0]) in self.users() or len(values) > 1:
+            return [one]
+        # A single replica may have made it in the step: then it is copied, as where there are several.
+        may_be_made = is_plain_holder(one) or is_function(one) or type(one) in _ARRAYS
+        return [] if may_be_made else [one]
 
-    def _made_of(self, key: tuple[int, ...], path: str, values: Sequence[Any], before: Any) -> list[Any]:
+    def _make(self, key: tuple[int, ...], path: str, values: Sequence[Any], before: Any) -> list[Any]:
         there = [value for value in values if value is not ABSENT]
         first = there[0]
+        # Tuples of several lengths have no items in common to be merged.
         kinds = {(type(value), len(value) if isinstance(value, tuple) else 0) for value in there}
-        if len(kinds) > 1 or any(id(value) in self.users() for value in there) or not is_container(first):
-            self._made[key] = [made] = [self._of_each(path, values, before)]
+        is_merged_whole = len(kinds) > 1 or any(id(value) in self.users() for value in there)
+        if is_merged_whole or not is_plain_holder(first):
+            self._made[key] = [made] = [self._merge_objects(path, values, before)]
             if isinstance(made, torch.Tensor) and made is not first:
                 self._give_attributes(path, made, values, before)
             return [made]
@@ -129,58 +149,64 @@ class Merger:
         for place in dict.fromkeys(chain.from_iterable(of_replicas)):
             shown, key = place
             values = [items.get(place, ABSENT) for items in of_replicas]
-            value = self.merged(path + shown.format(key), values, before.get(place, ABSENT))
+            value = self.merge(path + shown.format(key), values, before.get(place, ABSENT))
             if value is not ABSENT:
                 merged[place] = value
         return merged
 
-    def _of_each(self, path: str, values: Sequence[Any], before: Any) -> Any:
+    def _merge_objects(self, path: str, values: Sequence[Any], before: Any) -> Any:
         first = values[0]
         if _is_statistic(first, before):
             self._compare(path, values)
-            return _constant(first, before if isinstance(before, torch.Tensor) else self.device)
+            return _copy_constant(first, before if isinstance(before, torch.Tensor) else self.device)
         is_trained = isinstance(first, torch.Tensor) and first.is_leaf and first.requires_grad
         # To compare the numbers of an accelerator, the program has to wait for it. So tensors that differed once, as
         # outputs do in each run, are not compared again.
-        is_due = type(first) in _ARRAYS and (is_trained or type(before) is not PerReplica)
-        if is_due and not any(_differ(first, value) for value in values):
+        is_compared = type(first) in _ARRAYS and (is_trained or type(before) is not PerReplica)
+        if is_compared and not any(_differ(first, value) for value in values):
             if is_trained and len(values) > 1:
                 raise RuntimeError(_TRAINABLE.format(path=path))
-            if isinstance(first, np.ndarray) or not (first.requires_grad or storage_of(first) in self.memory()):
-                return self._constant(first)
-        functions = list(map(ClosureRebinder(self.users()).of, values))
-        if is_function(first) and all(are_alike(functions[0], other) for other in functions):
+            # A tensor with a history is an output, and so is a view of a parameter.
+            is_output = isinstance(first, torch.Tensor) and (first.requires_grad or memory_id(first) in self.memory())
+            if not is_output:
+                return self._copy_constant(first)
+        functions = list(map(ClosureRebinder(self.users()).rebind, values))
+        if is_function(first) and all(are_same_function(functions[0], other) for other in functions):
             return functions[0]
         if self.is_understudy:
             return PerReplica([ABSENT] * self.num_replicas, understudy=first, is_kept=True)
-        components = [_no_rows(values) if len(values) < self.num_replicas else ABSENT] * self.num_replicas
+        # Replicas that took no part have none of the rows.
+        without_rows = _make_without_rows(values) if len(values) < self.num_replicas else ABSENT
+        components = [without_rows] * self.num_replicas
         for r, value in zip(self.present, values, strict=True):
             components[r] = value
         return PerReplica(components, is_kept=True)
 
-    def _constant(self, value: Any) -> Any:
+    def _copy_constant(self, value: Any) -> Any:
         """A copy for the user. Copies of tensors that share memory share memory, too."""
         if isinstance(value, np.ndarray) or value.layout is not torch.strided:
-            return _constant(value, self.device)
-        key = storage_of(value), value.dtype
+            return _copy_constant(value, self.device)
+        key = memory_id(value), value.dtype
         if key not in self._copied:
             size = value.untyped_storage().nbytes() // value.element_size()
-            self._copied[key] = _constant(value.detach().as_strided((size,), (1,), 0), self.device)
+            self._copied[key] = _copy_constant(value.detach().as_strided((size,), (1,), 0), self.device)
         return self._copied[key].as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 
 
-def _constant(value: Any, like: Any) -> Any:
+def _copy_constant(value: Any, like: Any) -> Any:
     """A copy of a tensor or array without history, where `like` is or, if `like` is a device, there."""
     if isinstance(value, np.ndarray):
         return value.copy()
-    device = like.device if isinstance(like, torch.Tensor) else value.device if value.is_cpu else like
+    device = like.device if isinstance(like, torch.Tensor) else like
+    if value.is_cpu and not isinstance(like, torch.Tensor):
+        device = value.device  # the step has made it there, and not where its replica is
     return value.detach().to(device, copy=True)
 
 
-def _no_rows(values: Sequence[Any]) -> Any:
+def _make_without_rows(values: Sequence[Any]) -> Any:
     """What a replica that took no part in the run has in the place of an output: none of its rows."""
     first = next((value for value in values if type(value) in _ARRAYS and value.ndim), None)
     if isinstance(first, torch.Tensor) and not first.is_nested:

@@ -5,7 +5,8 @@ A trainer is an object of the user's own class that holds models, optimizers, sc
 Methods of a trainer write on it: `self.fake = self.generator(noise)`, `self.steps += 1`. If all replicas wrote on the
 one object, each would read what another wrote. So during a run each replica has its own attributes, which begin with
 the user's values. After the run they become one set of attributes again: a value that is equal in all replicas stays as
-it is, and values that differ become a `PerReplica`. In the next run, each replica finds its component of that.
+it is, and values that differ become a `PerReplica`. In the next run, each replica finds its component of that. For the
+attributes of modules there is another rule: see Note [Two rules of merging attributes].
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import numpy as np
 import torch
 
 from torchstrategy._base.distributed_values import ABSENT, DistributedValues, PerReplica
+from torchstrategy._base.marks import digest_of, version_of
 from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, ITEM, named_items, write_items
 from torchstrategy._base.objects.changes import MISSING, Edit, edits
 from torchstrategy._base.objects.proxies import plain_class
-from torchstrategy._base.torch_internals import version
+from torchstrategy._base.plain import are_equal
 from torchstrategy._base.tree import tree_flatten
 from torchstrategy._copies.references.hook_references import MANY
 
@@ -38,11 +40,11 @@ class Translation:
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
 
-    def in_replica(self, value: Any, replica: int) -> Any:
+    def to_replica(self, value: Any, replica: int) -> Any:
         """What a replica has in the place of a value; `MISSING` if it has none."""
-        return in_replica(value, replica, self.num_replicas)
+        return to_replica(value, replica, self.num_replicas)
 
-    def of_users(self, value: Any) -> Any:
+    def to_users(self, value: Any) -> Any:
         """What the user has in the place of a value of a replica."""
         return value
 
@@ -50,11 +52,11 @@ class Translation:
         """Whether a step wrote in place on what replicas have in the place of a value, which is a tensor or array."""
         return False
 
-    def in_one(self, value: PerReplica[Any]) -> PerReplica[Any]:
+    def unite(self, value: PerReplica[Any]) -> PerReplica[Any]:
         """A per-replica value, or one of the same components that was made before."""
         return value
 
-    def merged_array(self, value: Any, of_replicas: Sequence[Any]) -> Any:
+    def merge_array(self, value: Any, of_replicas: Sequence[Any]) -> Any:
         """What the user has for a tensor or array on which replicas wrote in place; `MISSING` if they differ."""
         return MISSING
 
@@ -97,7 +99,7 @@ class Trainer:
         """What the user's object holds now."""
         return dict(self._inside)
 
-    def _of_replica(self, replica: int) -> dict[Any, Any]:
+    def _read_replica(self, replica: int) -> dict[Any, Any]:
         """What the object holds in a replica."""
         return self.attributes[replica]
 
@@ -110,68 +112,82 @@ class Trainer:
         """Copies to the replicas the attributes that were written for all of them, for example by a merge function."""
         now = self._now()
         found = list(edits(self._known, now))
-        for r in range(self.run.num_replicas) if found else ():
-            self._change(r, [edit._replace(after=self._translation.in_replica(edit.after, r)) for edit in found])
+        if found:
+            for r in range(self.run.num_replicas):
+                translated = [edit._replace(after=self._translation.to_replica(edit.after, r)) for edit in found]
+                self._change(r, translated)
         self._known = now
 
     def put_together(self) -> None:
         """Makes one set of attributes of those that the replicas wrote, for `write_back`."""
         self._merged = {}
-        of_replicas = [self._of_replica(r) for r in range(self.run.num_replicas)]
+        of_replicas = [self._read_replica(r) for r in range(self.run.num_replicas)]
         translation = self._translation
         for name in dict.fromkeys(chain(self._known, *of_replicas)):
-            before, now = self._known.get(name, MISSING), [own.get(name, MISSING) for own in of_replicas]
-            is_replaced = any(now[r] is not translation.in_replica(before, r) for r in self.run.present)
+            before = self._known.get(name, MISSING)
+            now = [own.get(name, MISSING) for own in of_replicas]
+            is_replaced = any(now[r] is not translation.to_replica(before, r) for r in self.run.present)
             if is_replaced or translation.is_written(before, self.run.present):
-                self._merged[name] = self._merged_value(name, now)
+                self._merged[name] = self._merge_value(name, now)
 
-    def _merged_value(self, name: Any, of_replicas: Sequence[Any]) -> Any:
-        """The value for the user's trainer; `MISSING` if it is to have none."""
+    def _merge_value(self, name: Any, of_replicas: Sequence[Any]) -> Any:
+        """The value for the user's trainer; `MISSING` if it is to have none.
+
+        See Note [Two rules of merging attributes].
+        """
         before = self._known.get(name, MISSING)
         if self.run.is_understudy and isinstance(before, PerReplica):
-            return self._kept_by_understudy(before)
+            return self._keep_of_understudy(before)
         # A replica that takes no part in the step keeps its value, if it had a value of its own.
         present = range(self.run.num_replicas) if isinstance(before, PerReplica) else self.run.present
         values = [value if r in present else ABSENT for r, value in enumerate(of_replicas)]
-        first, *others = self._as_users_have(value for value in values if value is not ABSENT)
+        first, *others = self._all_to_users(value for value in values if value is not ABSENT)
         # What another process has is another tensor.
-        is_own = self.run.has_others and isinstance(first, torch.Tensor)
+        may_differ = self.run.has_others and isinstance(first, torch.Tensor)
         if not self.run.has_others and self._translation.is_written(before, self.run.present):
-            array = self._translation.merged_array(before, values)
+            array = self._translation.merge_array(before, values)
             if array is not MISSING:
                 return array
-            is_own = True
-        if not is_own and all(_are_equal(value, first) for value in others):
+            may_differ = True
+        if not may_differ and all(are_equal(value, first) for value in others):
             return first
-        is_kept = self.translation is not None
         if self.run.is_understudy:
+            is_kept = self.translation is not None
             return PerReplica([ABSENT] * len(values), understudy=first, is_kept=is_kept)
-        # Who takes no part goes on with what it had.
-        earlier = {
-            r: value for r, value in enumerate(of_replicas) if r not in self.run.present and value is not MISSING
-        }
+        return self._make_per_replica(values, of_replicas)
+
+    def _make_per_replica(self, values: Sequence[Any], of_replicas: Sequence[Any]) -> PerReplica[Any]:
+        """One value of those that differ. Who takes no part in the run goes on with what it had."""
+        earlier: dict[int, Any] = {}
+        for r, value in enumerate(of_replicas):
+            if r not in self.run.present and value is not MISSING:
+                earlier[r] = value
         components = [ABSENT if value is MISSING else value for value in values]
         for r, value in earlier.items():
             if not _still_counts(value):
                 components[r] = ABSENT
         if not any(isinstance(component, (torch.Tensor, np.ndarray)) for component in components):
-            components = self._as_users_have(components)
-        made = PerReplica(components, is_kept=is_kept)
+            components = self._all_to_users(components)
+        made = PerReplica(components, is_kept=self.translation is not None)
         made._earlier = earlier
-        return self._translation.in_one(made)
+        return self._translation.unite(made)
 
-    def _kept_by_understudy(self, before: PerReplica[Any]) -> PerReplica[Any]:
+    def _keep_of_understudy(self, before: PerReplica[Any]) -> PerReplica[Any]:
         """What the user has where no replica of this process takes part: each goes on with what it had."""
-        count = self.run.num_replicas
-        earlier = {r: value for r in range(count) if (value := in_replica(before, r, count)) is not MISSING}
-        components = [earlier[r] if r in earlier and _still_counts(earlier[r]) else ABSENT for r in range(count)]
+        earlier: dict[int, Any] = {}
+        components: list[Any] = []
+        for r in range(self.run.num_replicas):
+            value = to_replica(before, r, self.run.num_replicas)
+            if value is not MISSING:
+                earlier[r] = value
+            components.append(value if value is not MISSING and _still_counts(value) else ABSENT)
         shown = next(iter(earlier.values()), before.understudy)  # for the shape and dtype of what it does not have
         made = PerReplica(components, understudy=shown, is_kept=self.translation is not None)
         made._earlier = earlier
         return made
 
-    def _as_users_have(self, values: Iterable[Any]) -> list[Any]:
-        return [self._translation.of_users(value) for value in values]
+    def _all_to_users(self, values: Iterable[Any]) -> list[Any]:
+        return [self._translation.to_users(value) for value in values]
 
     def write_back(self) -> bool:
         """Writes the attributes on the user's trainer. Returns whether somebody may call backward on one of them."""
@@ -201,15 +217,15 @@ class KeptContainer(Trainer):
     def _now(self) -> dict[Any, Any]:
         return named_items(self.original)
 
-    def _of_replica(self, replica: int) -> dict[Any, Any]:
-        of_users = self._translation.of_users
-        return {(how, of_users(key)): value for (how, key), value in named_items(self.attributes[replica]).items()}
+    def _read_replica(self, replica: int) -> dict[Any, Any]:
+        items = named_items(self.attributes[replica])
+        return {(how, self._translation.to_users(key)): value for (how, key), value in items.items()}
 
     def _change(self, replica: int, changes: Sequence[Edit]) -> None:
-        items = self._of_replica(replica)
+        items = self._read_replica(replica)
         for edit in changes:
             edit.apply(items)
-        own = {(how, self._translation.in_replica(key, replica)): value for (how, key), value in items.items()}
+        own = {(how, self._translation.to_replica(key, replica)): value for (how, key), value in items.items()}
         write_items(self.attributes[replica], own)
 
     def _write(self) -> None:
@@ -289,12 +305,16 @@ class SharedGlobal:
 
     def _now(self) -> dict[Any, Any]:
         if isinstance(self.thing, torch.Tensor):
-            return {"version": version(self.thing)}
+            # An inference tensor counts no writes, so its numbers are read.
+            numbers = digest_of(self.thing) if self.thing.is_inference() else None
+            return {"version": version_of(self.thing), "numbers": numbers}
         if isinstance(self.thing, np.ndarray):
             return {"numbers": self.thing.tobytes()}
         if isinstance(self.thing, (type, types.ModuleType)):
-            places = self._places()
-            return {key: held for place in reversed(places) for key, held in vars(place).items() if key[0] != "_"}
+            found: dict[Any, Any] = {}
+            for place in reversed(self._places()):
+                found.update((name, held) for name, held in vars(place).items() if not name.startswith("_"))
+            return found
         if self._only is None:
             return named_items(self.thing)
         return {name: self.thing[name] for name in self._only if name in self.thing}
@@ -315,7 +335,7 @@ class SharedGlobal:
         now = self._now()
         if isinstance(self.thing, (torch.Tensor, np.ndarray)):
             if now != self._known:
-                raise RuntimeError(written_globally(self._name))
+                raise RuntimeError(global_write_message(self._name))
             return
         written = next(edits(self._known, now), None)
         if written is None:
@@ -326,17 +346,17 @@ class SharedGlobal:
                     delattr(place, written.name)
             if written.before is not MISSING:
                 setattr(self.thing, written.name, written.before)
-            raise RuntimeError(written_globally(f"{self._name}.{written.name}"))
+            raise RuntimeError(global_write_message(f"{self._name}.{written.name}"))
         if self._only is None:
             write_items(self.thing, self._known)
             shown, key = written.name
             name = self._name + shown.format(key)
-            raise RuntimeError(_LARGE.format(name=name, many=MANY) if self._is_large else written_globally(name))
+            raise RuntimeError(_LARGE.format(name=name, many=MANY) if self._is_large else global_write_message(name))
         written._replace(after=written.before).apply(self.thing)
-        raise RuntimeError(written_globally(written.name))
+        raise RuntimeError(global_write_message(written.name))
 
 
-def written_globally(name: str) -> str:
+def global_write_message(name: str) -> str:
     """The message for what a hook keeps, or a step reads, where it is one for all replicas."""
     return (
         f"{name} was written in a replica. A hook of the model, or the step, comes to it by a global name or in a "
@@ -353,7 +373,7 @@ _LARGE = (
 )
 
 
-def in_replica(value: Any, replica: int, num_replicas: int) -> Any:
+def to_replica(value: Any, replica: int, num_replicas: int) -> Any:
     """What one of some replicas has in the place of a value; `MISSING` if it has none."""
     if not isinstance(value, DistributedValues) or len(value._components) != num_replicas:
         return value  # it is a value of another strategy
@@ -369,18 +389,3 @@ def _still_counts(value: Any) -> bool:
     A number is still a part of a count. Anything else, such as an output, would be taken for rows of this batch.
     """
     return isinstance(value, (int, float, complex))
-
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-
-
-def _are_equal(value: Any, other: Any) -> bool:
-    """Whether two values are the same object, or equal numbers, strings or the like, or tuples of such.
-
-    Two equal tensors, or other objects, count as different: later, one of them may be changed in one replica.
-    """
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, tuple):
-        return len(value) == len(other) and all(map(_are_equal, value, other))
-    return value is other or (isinstance(value, _PLAIN) and bool(value == other))

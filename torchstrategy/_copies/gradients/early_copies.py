@@ -7,7 +7,8 @@ from typing import final
 
 import torch
 
-from torchstrategy._base.torch_internals import raw_grad, unseen_by_function_modes, version
+from torchstrategy._base.marks import version_of
+from torchstrategy._base.torch_internals import raw_grad, unseen_by_function_modes
 from torchstrategy._copies.gradients.replica_gradients import (
     CurrentRun,
     ReplicaParameter,
@@ -44,28 +45,30 @@ class EarlyCopies:
         local = enumerate(zip(self._parameters, owners, strict=False))
         self._wanted = {i for i, (p, owner) in local if p.requires_grad and _is_large(p) and owner.is_pinned()}
         for index in self._wanted:
-            call_in_backward(self._parameters[index], offer_gradient, _computed)
+            call_in_backward(self._parameters[index], offer_gradient, _wait_for_copy)
 
     def offer(self, index: int) -> None:
         """Backward has added to a gradient. Called in backward, on whichever thread it runs."""
         gradient = raw_grad(self._parameters[index])
         if index in self._wanted and gradient is not None and not gradient.requires_grad and _is_large(gradient):
             with unseen_by_function_modes(), torch.no_grad():
-                self._offered[index] = gradient, version(gradient), leaving(gradient)
+                self._offered[index] = gradient, version_of(gradient), leaving(gradient)
 
     def take(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The copies of those gradients that the replica has when gradients are reduced. They have arrived."""
         offered, self._offered = self._offered, {}
         if offered:
             copy_stream(self._parameters[next(iter(offered))].device, Cargo.GRADIENTS).synchronize()
-        return {i: copy for i, (own, known, copy) in offered.items() if local.get(i) is own and version(own) == known}
+        return {
+            i: copy for i, (own, known, copy) in offered.items() if local.get(i) is own and version_of(own) == known
+        }
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and is_sent_alone(tensor)
 
 
-def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
+def _wait_for_copy(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
     """Backward is about to add to a gradient, on whichever thread it runs: its stream waits for the copy. A hook."""
     sender = None if run.gradients is None else run.gradients.sender
     if isinstance(sender, EarlyCopies) and index in sender._offered:

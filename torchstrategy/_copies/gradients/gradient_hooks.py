@@ -41,7 +41,7 @@ def count_additions(of_replicas: Sequence[ReplicaGradients], index: int) -> None
     """From here on, counts how often backward adds to the gradient of one parameter, in each replica."""
     for of_replica in of_replicas:
         for parameter in of_replica.parameters[index : index + 1]:
-            call_in_backward(parameter, _counted, _computed)
+            call_in_backward(parameter, _count_addition, _count_computation)
 
 
 def send_through_hooks(owners: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -64,7 +64,7 @@ def send_through_hooks(owners: Sequence[torch.Tensor], gradients: Sequence[torch
             owner.requires_grad_(False)
 
 
-def seen_by_hooks(
+def find_seen_by_hooks(
     of_replicas: Sequence[ReplicaGradients], owners: Sequence[torch.Tensor], names: Sequence[str]
 ) -> set[int]:
     """The positions of the user's parameters whose hooks are to see what backward has added.
@@ -98,12 +98,12 @@ def seen_by_hooks(
     return seen
 
 
-def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
+def _count_computation(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
     if run.gradients is not None:
         run.gradients.computed[index] += 1
 
 
-def _counted(parameter: torch.Tensor) -> None:
+def _count_addition(parameter: torch.Tensor) -> None:
     assert isinstance(parameter, ReplicaParameter)
     state = parameter.torchstrategy_state
     if state.run.gradients is not None:
@@ -124,14 +124,14 @@ def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaP
             copies = [weakref.ref(parameter) for parameter in late]
             for parameter in late:
                 parameter.torchstrategy_state.delivers = True
-                on_gradient(parameter, functools.partial(_arrived, owner, copies))
+                on_gradient(parameter, functools.partial(_deliver, owner, copies))
 
 
 # Autograd runs the backward of each accelerator on a thread of its own, so several gradients may come at once.
 _delivering = threading.RLock()
 
 
-def _arrived(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], parameter: torch.Tensor) -> None:
+def _deliver(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], parameter: torch.Tensor) -> None:
     """Delivers a gradient to the user's parameter as it is: the loss of this backward already combines the replicas.
 
     Args:
@@ -148,13 +148,15 @@ def _arrived(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], para
         if owner is not None and have_gradient_hooks((owner,)):
             # The user's hooks see the sum of all replicas, once in each backward: the gradients wait until this
             # backward has reached the last of the copies.
-            parameters = [known for reference in copies if (known := reference()) is not None]
+            referred = [reference() for reference in copies]
+            parameters = [known for known in referred if known is not None]
             if any(raw_grad(known) is None and torch_internals.will_be_reached(known) for known in parameters):
                 return
         gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
         if owner is None:
             return
-        gradient = sum_on(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
+        is_one = len(gradients) == 1
+        gradient = gradients[0].to(owner.device) if is_one else sum_on(gradients, owner.device)
         before = raw_grad(owner)
         if have_gradient_hooks((owner,)):
             torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
@@ -185,7 +187,7 @@ def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Itera
                 # put into every module, dict and closure that refers to the parameter.
                 torch_internals.swap_tensors(local, other)
                 leaf[:] = [other]
-                _collects(local, other)
+                _collect_in(local, other)
         yield
     finally:
         for local, other, leaf in attached:
@@ -194,10 +196,10 @@ def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Itera
             leaf.clear()
             if not local.is_leaf:
                 torch_internals.swap_tensors(local, other)
-                _collects(local, local)
+                _collect_in(local, local)
 
 
-def _collects(local: ReplicaParameter, leaf: torch.Tensor) -> None:
+def _collect_in(local: ReplicaParameter, leaf: torch.Tensor) -> None:
     """From here on, the local gradient of the parameter `local` is the one in the slot of `leaf`."""
     state = local.torchstrategy_state
     if state.run.gradients is not None:

@@ -28,12 +28,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 
 import torch
 
 from torchstrategy._base import torch_internals
 from torchstrategy._base.context import undisturbed
+from torchstrategy._base.marks import version_of
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._base.torch_internals import have_gradient_hooks, raw_grad, raw_grads, set_raw_grads, take_raw_grads
 from torchstrategy._base.trace import traced
@@ -42,7 +43,7 @@ from torchstrategy._copies.gradients.early_copies import EarlyCopies
 from torchstrategy._copies.gradients.gradient_hooks import (
     count_additions,
     deliver_late,
-    seen_by_hooks,
+    find_seen_by_hooks,
     send_through_hooks,
 )
 from torchstrategy._copies.gradients.replica_gradients import (
@@ -53,7 +54,7 @@ from torchstrategy._copies.gradients.replica_gradients import (
     ReplicaGradients,
     ReplicaParameter,
     VisibleGradient,
-    stray_gradient,
+    stray_gradient_message,
 )
 from torchstrategy._copies.gradients.user_gradients import UserGradients
 from torchstrategy._copies.gradients.worker_gradients import WorkerReduction
@@ -70,7 +71,7 @@ from torchstrategy._variables.variable import is_variable
 class Run(Protocol):
     """What the reduction of gradients uses of the run that is under way."""
 
-    def together(self, call: Callable[[], None]) -> None:
+    def call_for_all(self, call: Callable[[], None]) -> None:
         """Calls a function once for all replicas, with the gradients of the batch; it may update parameters."""
 
     def before_workers_meet(self) -> None:
@@ -78,6 +79,14 @@ class Run(Protocol):
 
     def when_workers_have_met(self) -> None:
         """They have compared it, and stand at one place."""
+
+
+class _Arrived(NamedTuple):
+    """The copies of an accumulated gradient that are on the devices of the replicas already."""
+
+    gradient: torch.Tensor  # which keeps its id
+    version: int  # that of the gradient when the copies were made
+    copies: list[torch.Tensor]  # by replica
 
 
 # Note [The states of a gradient]
@@ -127,7 +136,7 @@ class GradientReducer:
         self._workers, self._has_others = workers, workers.count > 1
         self._early = EarlyReads()  # what the replicas of this worker have read since the last reduction
         # Between runs no variable is held here: it lives only as long as the user has a reference to it.
-        self._held = [weakref.ref(owner) if is_variable(owner) else _always(owner) for owner in owners]
+        self._held = [weakref.ref(owner) if is_variable(owner) else _refer_strongly(owner) for owner in owners]
         self._own_names = self.names = list(names)
         self.of_replicas = [ReplicaGradients(self, local) for local in parameters]
         # Whether no run of another thread has had the same parameters since. Else a gradient there may be the other's.
@@ -159,14 +168,14 @@ class GradientReducer:
         self._run: Run | None = None
         for of_replica in self.of_replicas:
             of_replica.leave()
-        for copies in filter(None, self._early_copies):
-            copies.take({})  # those of a run that failed, or of a replica without rows
+        for early in self._early_copies:
+            if early is not None:
+                early.take({})  # those of a run that failed, or of a replica without rows
 
     def forget_arrived(self) -> None:
         """From here on, accumulated gradients may be written in ways that torch's version counters do not show."""
-        # The copies that the all-reduce left on the devices, by the id of an accumulated gradient: the gradient, which
-        # keeps its id; its version; and the copy of each replica.
-        self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
+        # The copies that the all-reduce left on the devices, by the id of an accumulated gradient.
+        self._arrived: dict[int, _Arrived] = {}
 
     def begin(self, replica_weights: ReplicaWeights, outsiders: Sequence[tuple[torch.Tensor, str]], run: Run) -> None:
         """Takes the gradients of the user's parameters away for the length of a run.
@@ -179,8 +188,8 @@ class GradientReducer:
                 with its name.
             run: The run.
         """
-        # None is missing, since the run holds its variables.
-        own = [owner for held in self._held if (owner := held()) is not None]
+        referred = [held() for held in self._held]
+        own = [owner for owner in referred if owner is not None]  # none is missing, since the run holds its variables
         self._run = run
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
@@ -196,8 +205,9 @@ class GradientReducer:
             self.hooked = {index for index, owner in enumerate(own) if have_gradient_hooks((owner,))}
             for index in self.hooked:
                 count_additions(self.of_replicas, index)
-        for copies in filter(None, self._early_copies):
-            copies.begin(self.owners)
+        for early in self._early_copies:
+            if early is not None:
+                early.begin(self.owners)
 
     def accumulate(self, replica: int) -> None:
         """A replica calls this on its own thread where gradients are about to be reduced, or when its step has ended.
@@ -273,13 +283,15 @@ class GradientReducer:
                 self._users.forget()
             self._show_again()
 
-    def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
+    def find_arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
         """The copy of an accumulated gradient that the all-reduce left on a replica's device.
 
         None if there is none, or somebody has written on the gradient since.
         """
         known = self._arrived.get(id(gradient))
-        return known[2][replica] if known is not None and torch_internals.version(gradient) == known[1] else None
+        if known is None or version_of(gradient) != known.version:
+            return None
+        return known.copies[replica]
 
     def keep(self) -> None:
         """An update begins: if the run fails later, the user's parameters keep the gradients that the update leaves."""
@@ -307,7 +319,7 @@ class GradientReducer:
         # `register_post_accumulate_grad_hook` does. So it is called like an update, as one for all replicas.
         if self.hooked:
             assert self._run is not None
-            self._run.together(_nothing)
+            self._run.call_for_all(_do_nothing)
         else:
             self.reduce()
             self._show_again()
@@ -327,14 +339,14 @@ class GradientReducer:
         if self.is_alone:
             for name, stray in zip(self.names, raw_grads(self.owners), strict=True):
                 if stray is not None:
-                    raise RuntimeError(stray_gradient(name))
-        seen = seen_by_hooks(self.of_replicas, self.owners, self.names) if self.hooked else set()
+                    raise RuntimeError(stray_gradient_message(name))
+        seen = find_seen_by_hooks(self.of_replicas, self.owners, self.names) if self.hooked else set()
         before = list(self.accumulated) if self._has_others else []
         self._reduce_visible()
         with torch.no_grad(), traced("reduce gradients"):
-            combined = self._combined()
+            combined = self._combine()
             if self._has_others:
-                combined, seen = self._over_workers(before, combined, seen)
+                combined, seen = self._sum_over_workers(before, combined, seen)
             for of_replica in self.of_replicas:
                 self._users.replace(of_replica.with_graph)  # autograd adds in place only without a graph
             for index in combined.keys() - seen:
@@ -345,7 +357,7 @@ class GradientReducer:
         if combined and len(self.of_replicas) > 1:
             tell_combined_gradients()
 
-    def _over_workers(
+    def _sum_over_workers(
         self, before: list[torch.Tensor | None], combined: dict[int, torch.Tensor], seen: set[int]
     ) -> tuple[dict[int, torch.Tensor], set[int]]:
         """The sums of all workers, and the positions of those that hooks see."""
@@ -390,34 +402,37 @@ class GradientReducer:
             indices = {index for of_replica in of_replicas for index in of_replica.visible}
             columns = {index: [of_replica.visible.get(index) for of_replica in of_replicas] for index in indices}
             for index in indices - self._choose_written(columns):
-                self.accumulated[index] = self._agreed(index, columns[index])
+                self.accumulated[index] = self._agree_on(index, columns[index])
         for of_replica in self.of_replicas:
-            of_replica.reduced()
+            of_replica.note_reduction()
 
     def _choose_written(self, columns: Mapping[int, Sequence[VisibleGradient | None]]) -> set[int]:
         """Takes gradients on accelerators that all replicas have written. Returns the positions of their parameters."""
         by_device: dict[Device, dict[int, list[torch.Tensor]]] = {}
         for index, views in columns.items():
             are_written = len(views) > 1 and all(view is not None and view.was_written() for view in views)
-            if are_written and self.accumulated[index] is not None:
-                gradients = [v.gradient.detach() for v in views if v is not None and v.gradient is not None]
-                if can_be_chosen(gradients):
-                    device = self.owners[index].device
-                    by_device.setdefault(device, {})[index] = [gradient.to(device) for gradient in gradients]
+            if not are_written or self.accumulated[index] is None:
+                continue
+            gradients = [view.gradient.detach() for view in views if view is not None and view.gradient is not None]
+            if can_be_chosen(gradients):
+                device = self.owners[index].device
+                by_device.setdefault(device, {})[index] = [gradient.to(device) for gradient in gradients]
         chosen: dict[int, torch.Tensor] = {}
         for written in by_device.values():
-            chosen.update(choose(written, self._merged))
+            chosen.update(choose(written, self._merge))
         for index, gradient in chosen.items():
             self.accumulated[index] = gradient
         return set(chosen)
 
-    def _agreed(self, index: int, visible: Sequence[VisibleGradient | None]) -> torch.Tensor | None:
+    def _agree_on(self, index: int, visible: Sequence[VisibleGradient | None]) -> torch.Tensor | None:
         """What the replicas have left of an accumulated gradient in their visible gradients."""
         accumulated, device = self.accumulated[index], self.owners[index].device
         tensors = [view.gradient.detach() for view in visible if view is not None and view.gradient is not None]
         if any(tensor.device != device for tensor in tensors):
             tensors = [tensor.to(device) for tensor in tensors]
-        if not tensors and all(v is CLEARED or (v is CLEARED_NOTHING and accumulated is None) for v in visible):
+        # Where there is nothing to clear, `CLEARED_NOTHING` says the same as `CLEARED`.
+        mean_cleared = [CLEARED, CLEARED_NOTHING] if accumulated is None else [CLEARED]
+        if all(any(view is cleared for cleared in mean_cleared) for view in visible):
             return None
         # A step may write on its visible gradient through `.data`, which counts no version: the numbers are compared.
         if len(tensors) == len(visible) and all(equal(tensor, tensors[0]) for tensor in tensors[1:]):
@@ -436,9 +451,9 @@ class GradientReducer:
                 "accumulated and others did not. Do it in every replica, or outside of strategy.run."
             )
         # Each replica put a gradient of its own rows there: they are weighted as local gradients are.
-        return self._merged(index, tensors)
+        return self._merge(index, tensors)
 
-    def _merged(self, index: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _merge(self, index: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The gradient of one parameter, of which each replica with rows has brought what its own rows make of it."""
         accumulated = self.accumulated[index]
         weights = [self._weights.weights[r] for r in self._weights.weighing]
@@ -449,20 +464,20 @@ class GradientReducer:
         start = torch.zeros_like(tensors[0]) if accumulated is None else accumulated
         return start + weighted_sum([tensor - start for tensor in tensors], weights)
 
-    def _combined(self) -> dict[int, torch.Tensor]:
+    def _combine(self) -> dict[int, torch.Tensor]:
         """The local gradients of all replicas, weighted and added up on the devices of the user's parameters."""
         weighing = self._weights.weighing
         for r in set(self._weights.present) - set(weighing):
             # Gradients of a replica without rows may be NaN, also times zero: they are dropped.
             self.of_replicas[r].take_local()
         if self._all_reduce is not None:
-            return self._all_reduced(self._all_reduce)
+            return self._combine_by_all_reduce(self._all_reduce)
         for r in weighing[self._num_added :]:
             self._add_up(r)
         total, self._total, self._num_added = self._total, {}, 0
         return total
 
-    def _all_reduced(self, all_reduce: AllReduce) -> dict[int, torch.Tensor]:
+    def _combine_by_all_reduce(self, all_reduce: AllReduce) -> dict[int, torch.Tensor]:
         """The same, by an all-reduce, which leaves a copy of each sum on the device of every replica."""
         weighing = self._weights.weighing
         local = [self.of_replicas[r].take_local()[0] for r in weighing]
@@ -478,7 +493,7 @@ class GradientReducer:
             gradients = [gradient for gradient in column if gradient is not None]
             # A sum may be a view of the pack in which it was sent, and torch cannot clear a gradient that is a view.
             total[index] = gradient = gradients[0].detach().to(self.owners[index].device)
-            self._arrived[id(gradient)] = gradient, torch_internals.version(gradient), gradients
+            self._arrived[id(gradient)] = _Arrived(gradient, version_of(gradient), gradients)
         return total
 
     def _add_up(self, r: int) -> set[int]:
@@ -486,16 +501,16 @@ class GradientReducer:
         (local, are_ours), weight = self.of_replicas[r].take_local(), self._weights.weights[r]
         positions = set(local)
         if self._is_remote[r]:
-            local = self._brought(local, self._early_copies[r])
+            local = self._bring_to_owners(local, self._early_copies[r])
         if weight == 1 and len(self._weights.weighing) == 1:
-            self._total = {i: _apart(gradient) for i, gradient in local.items()} if self._is_remote[r] else local
+            self._total = {i: _own_memory(gradient) for i, gradient in local.items()} if self._is_remote[r] else local
         else:
             # See Note [Where a gradient is weighed] in `_group/weighing`.
             add_weighted(self._total, local, weight, are_ours and not self._is_remote[r])
         self._num_added += 1
         return positions
 
-    def _brought(self, local: dict[int, torch.Tensor], early: EarlyCopies | None) -> dict[int, torch.Tensor]:
+    def _bring_to_owners(self, local: dict[int, torch.Tensor], early: EarlyCopies | None) -> dict[int, torch.Tensor]:
         """The gradients of one replica, each on the device of the user's parameter."""
         arrived = {} if early is None else early.take(local)
         left = [index for index in local if index not in arrived]
@@ -522,11 +537,11 @@ class GradientReducer:
             self.accumulated[index] = gradient
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """An update that does nothing."""
 
 
-def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+def _refer_strongly(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     return lambda: owner
 
 
@@ -538,7 +553,7 @@ _exchanging = threading.RLock()
 torch_internals.hide_from_compiler(GradientReducer.accumulate)
 
 
-def _apart(gradient: torch.Tensor) -> torch.Tensor:
+def _own_memory(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient in memory of its own, as in plain PyTorch: those that came together are parts of one piece."""
     is_whole = gradient.layout is torch.strided and gradient.untyped_storage().nbytes() == gradient.nbytes
     return gradient if is_whole else gradient.clone()

@@ -20,7 +20,8 @@ import torch
 
 from torchstrategy._base import torch_internals
 from torchstrategy._base.context import undisturbed
-from torchstrategy._base.torch_internals import num_nodes, raw_grad, raw_grads, set_raw_grad, take_raw_grads, version
+from torchstrategy._base.marks import version_of
+from torchstrategy._base.torch_internals import num_nodes, raw_grad, raw_grads, set_raw_grad, take_raw_grads
 from torchstrategy._group.device_streams import NO_SIDE_STREAM
 from torchstrategy._group.group import Replica
 from torchstrategy._variables.variable import plain_data, set_plain_data
@@ -121,7 +122,9 @@ class ReplicaParameter(torch.nn.Parameter):
         state = self.torchstrategy_state
         gradients = state.run.gradients
         # The compiler looks at a tensor's gradient too, and lets no other replica compile meanwhile.
-        return raw_grad(self) if gradients is None or torch_internals.is_compiling() else gradients.read(state.position)
+        if gradients is None or torch_internals.is_compiling():
+            return raw_grad(self)
+        return gradients.read(state.position)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -139,13 +142,14 @@ class ReplicaParameter(torch.nn.Parameter):
     def data(self) -> torch.Tensor:
         # In a step `.data` is the same memory with the parameter's version counter, which torch's own `.data` lacks. So
         # a write through it is counted, and refused at the next synchronization point.
-        return plain_data(self) if self.torchstrategy_state.run.gradients is None else self.detach()
+        is_between_runs = self.torchstrategy_state.run.gradients is None
+        return plain_data(self) if is_between_runs else self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         state = self.torchstrategy_state
         if state.run.gradients is not None:
-            raise RuntimeError(written_in_replica(state.run.gradients.totals.names[state.position]))
+            raise RuntimeError(written_in_replica_message(state.run.gradients.totals.names[state.position]))
         set_plain_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -211,7 +215,7 @@ class VisibleGradient(NamedTuple):
 
     def was_written(self) -> bool:
         """Whether torch has counted a write on the gradient since the step was shown it."""
-        return self.gradient is not None and self.version is not None and _version(self.gradient) != self.version
+        return self.gradient is not None and self.version is not None and version_of(self.gradient) != self.version
 
     def is_as_shown(self) -> bool:
         """Whether the step has not changed the gradient since it was shown.
@@ -219,7 +223,7 @@ class VisibleGradient(NamedTuple):
         Torch does not count writes through `.data` or by NumPy. In the memory of the CPU the numbers are compared: a
         sample of them, so small that it costs nothing.
         """
-        if self.version is None or self.gradient is None or _version(self.gradient) != self.version:
+        if self.version is None or self.gradient is None or version_of(self.gradient) != self.version:
             return False
         return self.sample is None or torch.equal(_sample(self.gradient), self.sample)
 
@@ -269,8 +273,9 @@ class ReplicaGradients:
         self._held_back: torch.Tensor | None = None  # see `_FEW`
         self._are_small = sum(torch_internals.sizes(self.parameters)) < _SMALL
         states = [parameter.torchstrategy_state for parameter in parameters]
-        known = (state.run for state in states if state.run is not _BETWEEN_RUNS)
-        self._run = next(known, None) or CurrentRun()
+        # Parameters that were in a run before know it by one object, and so do their hooks.
+        known = [state.run for state in states if state.run is not _BETWEEN_RUNS]
+        self._run = known[0] if known else CurrentRun()
         for index, state in enumerate(states):
             state.run, state.position = self._run, index
         self.visible: dict[int, VisibleGradient] = {}  # here and below, a parameter is meant by its position
@@ -281,14 +286,14 @@ class ReplicaGradients:
         """The run has ended."""
         self.replica: Replica | None = None  # None between runs
         self._run.gradients = None
-        self.reduced()
+        self.note_reduction()
         self._shown.clear()
         self.with_graph: set[int] = set()  # to whose gradients a backward with create_graph=True has added
         # Of parameters on which the user has hooks: how often backward computed a gradient, and how often it added one.
         self.computed: Counter[int] = Counter()
         self.added: Counter[int] = Counter()
 
-    def reduced(self) -> None:
+    def note_reduction(self) -> None:
         """Gradients were reduced: from here on, the step is shown the accumulated gradients of now."""
         for index, view in self.visible.items():
             if view.gradient is not None and view.version is not None:
@@ -375,13 +380,13 @@ class ReplicaGradients:
             return
         self._let_hooks_see([index])
         view = self.visible.get(index, _NOT_SHOWN)
-        was_shown = view.gradient is not None and not (view.are_zeros and _version(view.gradient) == 0)
+        was_shown = view.gradient is not None and not (view.are_zeros and version_of(view.gradient) == 0)
         if value is not None and was_shown:
             self.with_graph.discard(index)
             self.visible[index] = VisibleGradient(value, is_other=True)
             set_raw_grad(self.parameters[index], None)
         else:
-            self.visible[index] = self._cleared(index)
+            self.visible[index] = self._clear_view(index)
             set_raw_grad(self.parameters[index], value)
             if value is not None:
                 self.put.add(index)
@@ -398,9 +403,10 @@ class ReplicaGradients:
             self.visible = {index: CLEARED_NOTHING if accumulated[index] is None else CLEARED for index in indices}
             self.with_graph.difference_update(indices)
             return
-        cleared = {index: self._cleared(index) for index in indices}
+        cleared = {index: self._clear_view(index) for index in indices}
         for index in () if set_to_none else indices:
-            if (gradient := self._shown_or_local(index)) is not None:
+            gradient = self._find_shown_or_local(index)
+            if gradient is not None:
                 zeros = torch.zeros_like(gradient.detach(), device=self.own(index).device)
                 is_other = index in self.visible and self.visible[index].is_other
                 cleared[index] = VisibleGradient(zeros.detach(), are_zeros=True, is_other=is_other)
@@ -414,7 +420,7 @@ class ReplicaGradients:
         are_ours = not self.put
         taken = {index: local for index, local in enumerate(take_raw_grads(self.parameters)) if local is not None}
         # After a backward with create_graph=True local gradients require grad. They are added up without their graphs,
-        # and `_made_together` refuses a backward through the sum.
+        # and `_made_together_message` refuses a backward through the sum.
         if any(torch_internals.requires_grad_of(taken.values())):
             self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
             taken = {index: local.detach() for index, local in taken.items()}
@@ -458,7 +464,7 @@ class ReplicaGradients:
                     self.totals.accumulated[index] = accumulated = accumulated.clone()
                 with torch.no_grad():
                     tensor.copy_(accumulated)
-                self.visible[index] = _as_shown(tensor, accumulated)
+                self.visible[index] = _note_shown(tensor, accumulated)
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
@@ -472,16 +478,16 @@ class ReplicaGradients:
     def _has_local(self, index: int) -> bool:
         return index < len(self.parameters) and raw_grad(self.parameters[index]) is not None
 
-    def _shown_or_local(self, index: int) -> torch.Tensor | None:
+    def _find_shown_or_local(self, index: int) -> torch.Tensor | None:
         """A gradient in the layout that the gradient has, which is sparse for an embedding with `sparse=True`."""
         view = self.visible.get(index)
         shown = self.totals.accumulated[index] if view is None else view.gradient
         return raw_grad(self.parameters[index]) if shown is None and self._has_local(index) else shown
 
-    def _cleared(self, index: int) -> VisibleGradient:
+    def _clear_view(self, index: int) -> VisibleGradient:
         """The visible gradient after the step has cleared it."""
         self.with_graph.discard(index)
-        return self.visible.get(index, CLEARED_NOTHING) if self._shown_or_local(index) is None else CLEARED
+        return self.visible.get(index, CLEARED_NOTHING) if self._find_shown_or_local(index) is None else CLEARED
 
     def _show(self, index: int) -> torch.Tensor | None:
         """Shows the step the accumulated gradient of now."""
@@ -491,8 +497,8 @@ class ReplicaGradients:
         shown = accumulated.to(self.parameters[index].device, copy=True)
         if index in self.with_graph:
             # After a backward with `create_graph=True` a gradient requires grad: a loss of it must not be ignored.
-            shown = end_history(shown, _made_together(self.totals.names[index]))
-        self.visible[index] = _as_shown(shown, accumulated)
+            shown = end_history(shown, _made_together_message(self.totals.names[index]))
+        self.visible[index] = _note_shown(shown, accumulated)
         return shown
 
 
@@ -526,26 +532,29 @@ class EarlyReads(NamedTuple):
                 and the replicas are named.
         """
         local = [of_replica.local_indices() for of_replica in of_replicas]
-        pairs = list(zip(local, reads, strict=True))
-        doubtful = frozenset[int]().union(*(read.doubtful - own for own, read in pairs))
-        idle = frozenset[int]().union(*(read.all for own, read in pairs if not own))
-        unread = frozenset[int]().union(*(own - read.all for own, read in pairs))
-        if missed := set().union(*local) & (doubtful | (idle & unread)):
-            index, ids = min(missed), [one.replica.index for one in of_replicas if one.replica is not None]
-            too_early = [(read.doubtful - own) | (frozenset() if own else read.all & unread) for own, read in pairs]
-            reader = next(r for r, indices in zip(ids, too_early, strict=True) if index in indices)
+        doubtful: set[int] = set()
+        idle: set[int] = set()
+        unread: set[int] = set()
+        for own, read in zip(local, reads, strict=True):
+            doubtful |= read.doubtful - own
+            unread |= own - read.all
+            if not own:
+                idle |= read.all
+        missed = set().union(*local) & (doubtful | (idle & unread))
+        if missed:
+            index = min(missed)
+            ids = [one.replica.index for one in of_replicas if one.replica is not None]
             adder = next(r for r, own in zip(ids, local, strict=True) if index in own)
-            raise RuntimeError(_TOO_EARLY.format(reader=reader, name=names[index], adder=adder))
-        return cls(doubtful, idle, unread)
+            for reader, own, read in zip(ids, local, reads, strict=True):
+                has_read_idly = not own and index in read.all and index in unread
+                if has_read_idly or index in read.doubtful - own:
+                    raise RuntimeError(_TOO_EARLY.format(reader=reader, name=names[index], adder=adder))
+        return cls(frozenset(doubtful), frozenset(idle), frozenset(unread))
 
 
-def _as_shown(shown: torch.Tensor, accumulated: torch.Tensor) -> VisibleGradient:
+def _note_shown(shown: torch.Tensor, accumulated: torch.Tensor) -> VisibleGradient:
     is_compared = accumulated.is_cpu and shown.is_cpu and shown.layout is accumulated.layout is torch.strided
-    return VisibleGradient(shown, version=_version(shown), sample=_sample(accumulated) if is_compared else None)
-
-
-def _version(gradient: torch.Tensor) -> int:
-    return 0 if gradient.is_inference() else version(gradient)
+    return VisibleGradient(shown, version=version_of(shown), sample=_sample(accumulated) if is_compared else None)
 
 
 def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -553,7 +562,7 @@ def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:
     return is_plain and shown.shape == gradient.shape and shown.dtype == gradient.dtype
 
 
-def _made_together(name: str) -> str:
+def _made_together_message(name: str) -> str:
     return (
         f"This backward goes through {name}.grad, which replicas have made together, so none of them can differentiate "
         "it. Take the gradients of its own rows by torch.autograd.grad(loss, parameters, create_graph=True), and "
@@ -561,7 +570,7 @@ def _made_together(name: str) -> str:
     )
 
 
-def written_in_replica(name: str) -> str:
+def written_in_replica_message(name: str) -> str:
     """The message for a parameter on which a step wrote in place."""
     return (
         f"{name} was written in place in a replica, or on a thread that a replica started. Every replica would make "
@@ -570,7 +579,7 @@ def written_in_replica(name: str) -> str:
     )
 
 
-def stray_gradient(name: str) -> str:
+def stray_gradient_message(name: str) -> str:
     """The message for a gradient that came to one of the user's own parameters."""
     return (
         f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "

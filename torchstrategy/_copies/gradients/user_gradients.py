@@ -60,7 +60,8 @@ class UserGradients:
             return
         with undisturbed(), unseen_by_function_modes():
             for change, gradients in ((foreach_copy_, self._values), (foreach_add_, self._sums)):
-                tensors = [tensor for index in gradients if (tensor := self.tensors[index]) is not None]
+                of_users = [self.tensors[index] for index in gradients]
+                tensors = [tensor for tensor in of_users if tensor is not None]
                 for tensor in tensors if can_fail else ():
                     if id(tensor) not in self._before:
                         self._before[id(tensor)] = tensor, tensor.clone()

@@ -14,6 +14,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from torchstrategy._base.marks import sum_of_bits
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._copies.gradients.replica_gradients import EarlyReads
 from torchstrategy._group.participants import ReplicaWeights
@@ -63,7 +64,7 @@ class WorkerReduction:
         """Learns what the other workers bring."""
         flags = np.zeros(len(self.owners), np.uint8)
         dense = [index for index, gradient in self.total.items() if not gradient.is_sparse]
-        cleared, changed = self._left_otherwise()
+        cleared, changed = self._find_changes()
         for flag, indices in (
             (_DENSE, dense),
             (_SPARSE, self.total.keys() - set(dense)),
@@ -76,7 +77,7 @@ class WorkerReduction:
         ):
             if indices:
                 flags[list(indices)] |= flag
-        marks = list(map(_mark, changed.values()))
+        marks = [int(sum_of_bits(gradient)) for gradient in changed.values()]
         self.workers.compare("how many parameters there are:", len(flags))
         own = struct.pack(_MARK * len(marks), *marks)
         of_all = self.workers.all_gather_alike(bytes([self.weights.is_understudy]) + flags.tobytes() + own, _POINT)
@@ -93,16 +94,16 @@ class WorkerReduction:
         if not self._told.any():  # as at the end of most runs
             self.accumulated[:] = self.before
             return {}, set()
-        some_unread = self._some(_IDLE_READ) & self._some(_UNREAD)
-        too_early = self._some(_DENSE | _SPARSE) & (self._some(_DOUBTFUL) | some_unread)
+        some_unread = self._is_told(_IDLE_READ) & self._is_told(_UNREAD)
+        too_early = self._is_told(_DENSE | _SPARSE) & (self._is_told(_DOUBTFUL) | some_unread)
         if too_early.any():
-            raise RuntimeError(_TOO_EARLY.format(self.names[min(_where(too_early))]))
+            raise RuntimeError(_TOO_EARLY.format(self.names[min(_positions_in(too_early))]))
         self._agree()
-        kinds = dict.fromkeys(sorted(_where(self._some(_SPARSE))), True)
-        kinds.update(dict.fromkeys(_where(self._some(_DENSE)), False))
-        return sum_over_processes(self.workers, self.total, kinds, self.owners), _where(self._some(_SEEN))
+        kinds = dict.fromkeys(sorted(_positions_in(self._is_told(_SPARSE))), True)
+        kinds.update(dict.fromkeys(_positions_in(self._is_told(_DENSE)), False))
+        return sum_over_processes(self.workers, self.total, kinds, self.owners), _positions_in(self._is_told(_SEEN))
 
-    def _left_otherwise(self) -> tuple[list[int], dict[int, torch.Tensor]]:
+    def _find_changes(self) -> tuple[list[int], dict[int, torch.Tensor]]:
         """The positions of the accumulated gradients that replicas have cleared, and those that they have changed."""
         cleared, changed = [], {}
         for index, (was, now) in enumerate(zip(self.before, self.accumulated, strict=True)):
@@ -112,7 +113,7 @@ class WorkerReduction:
                 cleared.append(index)
         return cleared, changed
 
-    def _some(self, flags: int) -> Table:
+    def _is_told(self, flags: int) -> Table:
         """Which parameters any worker tells one of these things of."""
         return np.asarray((self._told & flags).any(0))
 
@@ -125,30 +126,32 @@ class WorkerReduction:
         some_cleared = (changed == 0) & (cleared > 0) & (cleared < len(counting))
         disagree = some_cleared | ((changed > 0) & (changed < len(counting)) & (had | (cleared > 0)))
         if disagree.any():
-            raise RuntimeError(_DISAGREE.format(self.names[min(_where(disagree))]))
-        as_before = zip(self.before, self.accumulated, cleared.tolist(), changed.tolist(), strict=True)
-        self.accumulated[:] = [now if c else None if gone else was for was, now, gone, c in as_before]
-        unlike = self._unlike(_where(changed))
+            raise RuntimeError(_DISAGREE.format(self.names[min(_positions_in(disagree))]))
+        rows = zip(self.before, cleared.tolist(), changed.tolist(), strict=True)
+        for index, (was, is_cleared, is_changed) in enumerate(rows):
+            if not is_changed:
+                self.accumulated[index] = None if is_cleared else was
+        unlike = self._find_unlike(_positions_in(changed))
         if not unlike:
             return
         # Each put a gradient of its own rows there: they are weighted as local gradients are.
         if self.weights.reduction is not ReduceOp.MEAN:
             raise RuntimeError(_DISAGREE.format(self.names[unlike[0]]))
-        here = {index: self._weighted(index) for index in unlike}
+        here = {index: self._weigh(index) for index in unlike}
         for index, value in sum_over_processes(self.workers, here, dict.fromkeys(unlike, False), self.owners).items():
             self.accumulated[index] = value
 
-    def _unlike(self, changed: Set[int]) -> list[int]:
+    def _find_unlike(self, changed: Set[int]) -> list[int]:
         """The positions of accumulated gradients, of those that were changed, that not all workers changed alike."""
         if not changed:
             return []
         marks = []
         for flags, data in zip(self._told, self._marks, strict=True):
             of_worker = [mark for (mark,) in struct.iter_unpack(_MARK, data)]
-            marks.append(dict(zip(sorted(_where(flags & _CHANGED)), of_worker, strict=True)))
+            marks.append(dict(zip(sorted(_positions_in(flags & _CHANGED)), of_worker, strict=True)))
         return [index for index in sorted(changed) if len({own.get(index) for own in marks}) > 1]
 
-    def _weighted(self, index: int) -> torch.Tensor:
+    def _weigh(self, index: int) -> torch.Tensor:
         value = self.accumulated[index]
         if value is None or self.weights.is_understudy:
             return torch.zeros_like(self.owners[index])
@@ -168,37 +171,25 @@ def sum_over_processes(
         like: The parameters.
     """
     dense = sorted((index for index, is_sparse in kinds.items() if not is_sparse), reverse=True)
-    here = [_dense(gradients.get(index), like[index]) for index in dense]
+    here = [_make_dense(gradients.get(index), like[index]) for index in dense]
     added = dict(zip(dense, workers.all_reduce(here, _POINT, agreed=True) if here else [], strict=True))
     for index in sorted(kinds.keys() - added.keys()):
         added[index] = sum_of_sparse(workers, gradients.get(index), like[index], _POINT)
     return added
 
 
-def _dense(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+def _make_dense(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
     if gradient is None:
         return torch.zeros_like(parameter)
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _where(column: Table) -> set[int]:
+def _positions_in(column: Table) -> set[int]:
     """The positions of the parameters of which a column tells something."""
     return set(column.nonzero()[0].tolist())
 
 
-def _mark(gradient: torch.Tensor) -> int:
-    """A number of 24 bits that seldom is the same for two gradients: the sum of their bits, read as integers."""
-    values = gradient.detach()
-    if values.is_sparse:
-        values = values.coalesce().values()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    integers = values.contiguous().view(_INTEGERS[values.element_size()])
-    return int(integers.sum(dtype=torch.int64).item()) % _MARKS
-
-
-_MARK = "I"  # as `struct` packs one
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MARKS = 16777213  # a prime below 2 ** 24, so that all bits of the sum count
+_MARK = "q"  # a sum of bits, as `struct` packs it
 
 _DISAGREE = (
     "The workers disagree about the gradient of {}: some cleared or changed what was accumulated and others did not. "

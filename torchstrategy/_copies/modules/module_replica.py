@@ -1,7 +1,9 @@
 """The copies of the user's modules that one replica has: how they are made, and how values reach them.
 
-`copy.deepcopy` copies the modules. Its memo has the replica's own parameters, buffers and other tensors beforehand, so
-it copies the structure and no tensor.
+`copy.deepcopy` copies the modules. By itself it would copy too much and too little: each parameter, also where the
+replica is to share its memory; the outputs that a module has kept, with their graphs; and no function, so that a hook
+of the copy would go on using the user's model. So its memo has beforehand what the replica is to have in the place of
+parameters, buffers and other tensors: it copies the structure and no tensor. Functions are made anew after it.
 """
 
 from __future__ import annotations
@@ -23,17 +25,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._base.objects.attribute_contents import PLAIN, drop, things_in
-from torchstrategy._base.objects.changes import (
-    MISSING,
-    Edit,
-    Snapshot,
-    StepWrites,
-    TrackedTensors,
-    Writes,
-    bring_value,
-    differing,
-)
+from torchstrategy._base.marks import Versions
+from torchstrategy._base.objects.attribute_contents import drop, things_in
+from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot
 from torchstrategy._base.objects.module_traversal import (
     HOOK_TABLES,
     TABLES,
@@ -41,14 +35,16 @@ from torchstrategy._base.objects.module_traversal import (
     tables_of,
     tensors_with_attributes,
 )
-from torchstrategy._base.torch_internals import compile_alike, versions
+from torchstrategy._base.plain import PLAIN
+from torchstrategy._base.torch_internals import compile_alike
 from torchstrategy._base.types import Device
+from torchstrategy._base.writes import StepWrites, TrackedTensors, Writes, bring_value
 from torchstrategy._copies.attributes.kept_by_hooks import KeptByHooks
 from torchstrategy._copies.attributes.late_attributes import Late, postpone
-from torchstrategy._copies.attributes.trainers import in_replica
+from torchstrategy._copies.attributes.trainers import to_replica
 from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, end_history, make_local
-from torchstrategy._copies.references.deep_copies import ClosureRebinder, deep_copied, is_function
-from torchstrategy._copies.tensor_copies import copies_of, lay_in_one_piece
+from torchstrategy._copies.references.deep_copies import ClosureRebinder, deep_copy, is_function
+from torchstrategy._copies.tensor_copies import copy_tensors, lay_in_one_piece
 from torchstrategy._group.transfer import Write, detached_copy, equal
 from torchstrategy._run.placement import Placement
 from torchstrategy._variables.variable import Variable, is_variable, set_plain_data
@@ -134,40 +130,42 @@ class ModuleReplica:
     Args:
         originals: The user's modules, and what they hold. It is not kept, so that modules die with the user's last
             reference.
-        layout: Where the copies are.
+        placement: Where the copies are.
         replica: Which replica this is.
 
     Raises:
         TypeError: If a module cannot be copied.
     """
 
-    def __init__(self, originals: Originals, layout: Placement, replica: int) -> None:
+    def __init__(self, originals: Originals, placement: Placement, replica: int) -> None:
         roots, modules, parameters, buffers, slots, late, kept = originals
         self.number = replica
-        self._num_replicas = len(layout.devices)
+        self._num_replicas = len(placement.devices)
         self._kept = kept
-        self.device = device = memory_device(layout.devices[replica])
-        self._copy_parameters(owners := parameters.tensors, layout)
+        self.device = device = memory_device(placement.devices[replica])
+        self._copy_parameters(owners := parameters.tensors, placement)
         # What this replica has in the place of the user's objects, by the ids of these; also the memo of `deepcopy`.
         self.local_objects = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
         self.local_objects.update(zip(map(id, owners), self.parameters, strict=True))
         named = list(_named_values(modules, owners))
         waiting = {id(vars(modules[position])[name]): later for (position, name), later in late.items()}
         known = self.local_objects.keys() | set(map(id, buffers.tensors))
-        own = self._own_in(named, known, is_new=True)
+        own = self._find_own(named, known, is_new=True)
         # While the ids of the user's tensors are in the memo, no other object may get these ids.
         self._held = own.constants
         tensors = [*buffers.tensors, *self._held]
-        copies = copies_of(tensors, device)
+        copies = copy_tensors(tensors, device)
         self.local_objects.update((id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True))
         try:
             # All roots are copied at once, so that objects that they share stay shared.
             memo = {**self.local_objects, **own.objects, **waiting, **_empty_tables(modules)}
             memo.update(kept.held_in_copies(replica))
-            copied, with_attributes = _copied_with_attributes(list(roots), [*owners, *tensors, *own.outputs], memo)
+            copied, with_attributes = _copy_with_attributes(list(roots), [*owners, *tensors, *own.outputs], memo)
         except Exception as error:
-            raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
-        pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
+            raise uncopyable_error(", ".join(type(root).__name__ for root in roots), error) from error
+        pairs = {
+            id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pair_modules(one, other)
+        }
         for module in modules:
             compile_alike(module, pairs[id(module)])
         self.local_objects.update(pairs)
@@ -178,7 +176,7 @@ class ModuleReplica:
         self._close_over_own(with_attributes)
         for position in {position for position, _ in late}:
             postpone(pairs[id(modules[position])], {name for other, name in late if other == position})
-        if any(value is MISSING for value in own.objects.values()):
+        if any(value is MISSING for value in own.objects.values()):  # this replica lacks a part of a `PerReplica`
             drop(with_attributes, MISSING)
             self._drop_missing()
         self._slots = slots
@@ -192,14 +190,16 @@ class ModuleReplica:
             drop(kept, MISSING)
             inside.update(kept)
 
-    def _copy_parameters(self, owners: Sequence[torch.Tensor], layout: Placement) -> None:
+    def _copy_parameters(self, owners: Sequence[torch.Tensor], placement: Placement) -> None:
         # See Note [What is aliased and what is copied].
-        may_alias = layout.may_alias or (layout.is_mirrored and self.number == 0)
+        may_alias = placement.may_alias or (placement.is_mirrored and self.number == 0)
         self.aliased = [may_alias and owner.device == self.device for owner in owners]
         apart = [owner for owner, aliased in zip(owners, self.aliased, strict=True) if not aliased]
-        sent = iter(copies_of(apart, self.device))
-        marked = zip(owners, self.aliased, strict=True)
-        self.parameters = [_local(owner, owner.detach() if aliased else next(sent)) for owner, aliased in marked]
+        sent = iter(copy_tensors(apart, self.device))
+        self.parameters: list[ReplicaParameter] = []
+        for owner, is_aliased in zip(owners, self.aliased, strict=True):
+            memory = owner.detach() if is_aliased else next(sent)
+            self.parameters.append(_make_local(owner, memory))
         # Whether writes on all parameters are counted by the user's parameters: where a replica's parameter has shared
         # the memory from the beginning, both have one version counter.
         self._is_counted_by_users = all(self.aliased)
@@ -209,7 +209,7 @@ class ModuleReplica:
             own = [own for own, aliased in zip(self.parameters, self.aliased, strict=True) if not aliased]
             lay_in_one_piece(self._recurrent, own)
 
-    def _own_in(self, named: Iterable[tuple[str, Any]], known: Container[int], is_new: bool) -> _Own:
+    def _find_own(self, named: Iterable[tuple[str, Any]], known: Container[int], is_new: bool) -> _Own:
         """What this replica has in the place of what some values of the user's hold.
 
         Args:
@@ -222,22 +222,22 @@ class ModuleReplica:
         own: dict[int, Any] = {}
         constants: dict[int, torch.Tensor] = {}
         outputs: list[torch.Tensor] = []
-        for path, held in (pair for name, value in named for pair in things_in(name, value)):
+        for path, held in chain.from_iterable(things_in(name, value) for name, value in named):
             if id(held) in known or id(held) in own:
                 continue
             if isinstance(held, _ONE_FOR_ALL) or is_variable(held):
                 own[id(held)] = held
             elif isinstance(held, PerReplica):
-                component = in_replica(held, self.number, self._num_replicas)
+                component = to_replica(held, self.number, self._num_replicas)
                 if isinstance(component, torch.Tensor) and not component.numel():
                     component = component.to(self.device)
                 own[id(held)] = component
                 if is_new and is_function(component):
                     raise RuntimeError(_OUTDATED.format(path=path))
                 if is_new and _has_history(component):
-                    own[id(held)] = _without_history(component, self.device, path)
+                    own[id(held)] = _copy_without_history(component, self.device, path)
             elif _has_history(held):
-                own[id(held)] = _without_history(held, self.device, path)
+                own[id(held)] = _copy_without_history(held, self.device, path)
                 outputs.append(held)
             elif isinstance(held, torch.Tensor):
                 constants[id(held)] = held
@@ -252,13 +252,13 @@ class ModuleReplica:
         between_runs = ClosureRebinder(self.local_objects)
         in_run = ClosureRebinder({**self.local_objects, **self._kept.own[self.number]})
         for tensor in marked:
-            in_run.of(vars(tensor))
+            in_run.rebind(vars(tensor))
         for inside in self.insides:
             for name in inside.keys() - TABLES:
-                inside[name] = in_run.of(inside[name])
+                inside[name] = in_run.rebind(inside[name])
             for table in filter(None, map(inside.__getitem__, HOOK_TABLES)):
                 for key, hook in table.items():
-                    table[key] = self._kept.switched(in_run.of(hook), between_runs.of(hook))
+                    table[key] = self._kept.make_switch(in_run.rebind(hook), between_runs.rebind(hook))
 
     def bring_parameters(self, owners: Sequence[torch.Tensor], found: Writes) -> Write:
         """The writes that bring the values of parameters. Parameters that share the user's memory need none.
@@ -291,15 +291,12 @@ class ModuleReplica:
 
     def note_parameters(self) -> None:
         """Says that the parameters agree with the user's: whatever is written on them from here on, the step writes."""
-        self._versions = self._counted()
+        # Most replicas have nothing to look at, and each run asks several times.
+        self._versions = None if self._is_counted_by_users else Versions(self.parameters)
 
     def written_parameters(self) -> list[int]:
         """The positions of parameters on which the step wrote, as far as the user's parameters do not count it."""
-        counted = self._counted()
-        return [] if counted == self._versions else differing((counted,), (self._versions,))
-
-    def _counted(self) -> list[int]:
-        return [] if self._is_counted_by_users else versions(self.parameters)
+        return [] if self._versions is None else self._versions.written()
 
     def can_bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> bool:
         """Whether `bring_buffers` can also bring the attributes that the user has set on buffers."""
@@ -340,10 +337,13 @@ class ModuleReplica:
 
     def lacks_parts_in(self, values: Iterable[Any]) -> bool:
         """Whether some values of the user's hold a module or a trainable tensor of which this replica has no copy."""
-        held = (thing for value in values for _, thing in things_in("", value) if id(thing) not in self.local_objects)
-        return any(isinstance(thing, nn.Module) or _is_trainable(thing) for thing in held)
+        for _, thing in chain.from_iterable(things_in("", value) for value in values):
+            is_known = id(thing) in self.local_objects
+            if not is_known and (isinstance(thing, nn.Module) or _is_trainable(thing)):
+                return True
+        return False
 
-    def copied(self, values: Mapping[tuple[str, str], Any], own: Mapping[int, Any]) -> dict[tuple[str, str], Any]:
+    def copy_values(self, values: Mapping[tuple[str, str], Any], own: Mapping[int, Any]) -> dict[tuple[str, str], Any]:
         """Copies of values of the user's for this replica, with the replica's own objects where it has them already.
 
         Its copy of a tensor that no attribute has held meanwhile may be outdated: such a tensor is copied anew.
@@ -354,24 +354,30 @@ class ModuleReplica:
                 what `named_items` returned for a container.
             own: By the ids of further objects of the user's: the objects that this replica has in their place.
         """
-        ours = set(map(id, self.buffers.tensors))
-        memo = {key: one for key, one in self.local_objects.items() if type(one) is not torch.Tensor or id(one) in ours}
+        buffers = set(map(id, self.buffers.tensors))
+        memo: dict[int, Any] = {}
+        for key, one in self.local_objects.items():
+            may_be_outdated = type(one) is torch.Tensor and id(one) not in buffers
+            if not may_be_outdated:
+                memo[key] = one
         memo.update(own)
         named: list[tuple[str, Any]] = []
         for (path, name), value in values.items():
-            places = {("", None): value} if name else value  # each item of a container has a name of its own
-            named += [(path + name + shown.format(key), held) for (shown, key), held in places.items()]
-        new = self._own_in(named, memo, is_new=False)
+            if name:
+                named.append((path + name, value))
+            else:  # each item of a container has a name of its own
+                named += [(path + shown.format(key), held) for (shown, key), held in value.items()]
+        new = self._find_own(named, memo, is_new=False)
         memo.update(new.objects)
-        memo.update(zip(map(id, new.constants), copies_of(new.constants, self.device), strict=True))
+        memo.update(zip(map(id, new.constants), copy_tensors(new.constants, self.device), strict=True))
         memo.update(self._kept.held_in_copies(self.number))
         rebinding = ClosureRebinder({**self.local_objects, **own, **self._kept.own[self.number]})
-        copies, marked = _copied_with_attributes(dict(values), [*new.constants, *new.outputs], memo)
+        copies, marked = _copy_with_attributes(dict(values), [*new.constants, *new.outputs], memo)
         if any(value is MISSING for value in memo.values()):
             drop([*copies.values(), *marked], MISSING)
         for tensor in marked:
-            rebinding.of(vars(tensor))
-        return {key: rebinding.of(copied) for key, copied in copies.items()}
+            rebinding.rebind(vars(tensor))
+        return {key: rebinding.rebind(copied) for key, copied in copies.items()}
 
     def tensors(self, without: Collection[int] = ()) -> list[torch.Tensor]:
         """The parameters, and the buffers that were there before the step, but for those at some positions."""
@@ -383,10 +389,14 @@ class ModuleReplica:
         A tensor in the place of a buffer is a value of this buffer, and no change, if the buffer is nowhere else.
         """
         found = list(self._structure.edits())
-        made = [edit for edit in found if not (_is_value(edit) and (edit.place[0], edit.name) in self._slots)]
-        if found and not made:
+        changes: list[Edit] = []
+        for edit in found:
+            is_value_of_buffer = _is_value(edit) and (edit.place[0], edit.name) in self._slots
+            if not is_value_of_buffer:
+                changes.append(edit)
+        if found and not changes:
             self._structure.take()
-        return made
+        return changes
 
     def buffer(self, index: int) -> torch.Tensor:
         """The replica's own buffer, or the tensor that the step put in its place."""
@@ -415,7 +425,7 @@ class ModuleReplica:
         own = self.buffers.tensors
         elsewhere = {index for index in originals.running if not own[index].is_cpu}
         if reads_all:
-            elsewhere = {index for index in elsewhere if differ(own[index], originals.tensors[index])}
+            elsewhere = {index for index in elsewhere if have_other_numbers(own[index], originals.tensors[index])}
         return self.buffers.written() | elsewhere | self.replaced_buffers()
 
 
@@ -428,7 +438,7 @@ class _Own(NamedTuple):
     outputs: list[torch.Tensor]  # with a history, of which `objects` has copies without it
 
 
-def _copied_with_attributes(
+def _copy_with_attributes(
     value: Any, tensors: Sequence[torch.Tensor], memo: Mapping[int, Any]
 ) -> tuple[Any, list[torch.Tensor]]:
     """A deep copy of a value. The replica's tensors get copies of the attributes that the user has set on theirs.
@@ -443,7 +453,7 @@ def _copied_with_attributes(
     """
     with_attributes = [tensor for tensor in tensors if vars(tensor)]
     # All is copied at once, so that objects that a module and a tensor share stay shared.
-    copied, *of_tensors = deep_copied([value, *map(vars, with_attributes)], memo)
+    copied, *of_tensors = deep_copy([value, *map(vars, with_attributes)], memo)
     marked = [memo[id(tensor)] for tensor in with_attributes]
     for own, attributes in zip(marked, of_tensors, strict=True):
         vars(own).update(attributes)
@@ -481,12 +491,12 @@ def _is_value(edit: Edit) -> bool:
     return edit.place[1] == "_buffers" and is_tensor
 
 
-def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
+def have_other_numbers(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors hold different numbers."""
     return not equal(first, second.to(first.device))
 
 
-def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
+def _make_local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
     """The copy of a parameter or variable over the memory of `data`."""
     if not isinstance(owner, Variable):
         return make_local(ReplicaParameter, data, owner.requires_grad)
@@ -515,7 +525,7 @@ def _has_history(thing: object) -> TypeGuard[torch.Tensor]:
     return isinstance(thing, torch.Tensor) and thing.requires_grad and not thing.is_leaf
 
 
-def _without_history(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
+def _copy_without_history(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
     """A replica's copy of an output that a module holds in a plain attribute."""
     return end_history(
         detached_copy(tensor, device),
@@ -532,15 +542,15 @@ def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
     return {id(table): type(table)() for table in tables if not table}
 
 
-def _pairs(root: nn.Module, copied: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+def _pair_modules(root: nn.Module, copied: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     modules, copies = list(root.modules()), list(copied.modules())
     if len(modules) != len(copies):
         what = f"copy.deepcopy gives {type(copied).__name__}, with {len(copies)} modules in place of {len(modules)}"
-        raise uncopyable(type(root).__name__, TypeError(what))
+        raise uncopyable_error(type(root).__name__, TypeError(what))
     return zip(modules, copies, strict=True)
 
 
-def uncopyable(name: str, error: Exception) -> TypeError:
+def uncopyable_error(name: str, error: Exception) -> TypeError:
     """The error for objects of the user's on which `copy.deepcopy` fails."""
     return TypeError(
         f"{name} cannot be copied for the replicas: {type(error).__name__}: {error}. Tensors and modules "

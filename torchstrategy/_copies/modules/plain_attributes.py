@@ -20,25 +20,19 @@ from typing import Any, final
 import torch
 
 from torchstrategy._base.distributed_values import ABSENT, PerReplica
-from torchstrategy._base.memory import storage_of
+from torchstrategy._base.memory import memory_id
 from torchstrategy._base.objects import attribute_contents as contents
-from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, PLAIN, Place
-from torchstrategy._base.objects.changes import (
-    MISSING,
-    Edit,
-    Snapshot,
-    StepWrites,
-    TrackedTensors,
-    bring_value,
-    write_value,
-)
+from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, CopiedThing
+from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot
 from torchstrategy._base.objects.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._base.objects.proxies import plain_class
+from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.types import Device
+from torchstrategy._base.writes import StepWrites, TrackedTensors, bring_value, write_value
 from torchstrategy._copies.attributes.attribute_tables import AttributesOfTensors, by_path, tables_of_tensors
 from torchstrategy._copies.attributes.late_attributes import Later
-from torchstrategy._copies.attributes.merged_values import Items, Look, Merger
-from torchstrategy._copies.modules.module_replica import ModuleReplica, Originals, uncopyable
+from torchstrategy._copies.attributes.merged_values import Items, Look, ModuleMerger
+from torchstrategy._copies.modules.module_replica import ModuleReplica, Originals, uncopyable_error
 from torchstrategy._copies.modules.waiting_attributes import WaitingAttributes
 from torchstrategy._copies.refusals import refuse_trainable
 from torchstrategy._group.participants import ReplicaWeights
@@ -76,7 +70,7 @@ class PlainAttributes:
         self._of_parameters = tables_of_tensors(names, owners, [replica.parameters for replica in self.replicas])
         insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in self.replicas), strict=True)
         # All that may change has a path of its own, and is known by it.
-        self._modules = by_path(Place(path, inside, local) for path, inside, *local in insides)
+        self._modules = by_path(CopiedThing(path, inside, local) for path, inside, *local in insides)
         of_paths = dict(zip(self._modules, modules, strict=True))
         self._of_packages = {path for path, module in of_paths.items() if _is_of_package(module)}
         # The attributes that hooks compute, in each replica for itself.
@@ -95,7 +89,7 @@ class PlainAttributes:
 
     def _collect(self) -> None:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
-        places, leaves, self._others = contents.places_and_leaves(self._named())
+        places, leaves, self._others = contents.find_copied_things(self._list_attributes())
         for key in places.keys() & self.kept.own[0].keys():
             del places[key]
         # The ids of the parameters and buffers that attributes hold.
@@ -149,7 +143,7 @@ class PlainAttributes:
             AttributesOfTensors({path: one.local[r] for path, one in tensors.items()}) for r in count
         ]
 
-    def _named(self) -> Iterator[Place]:
+    def _list_attributes(self) -> Iterator[CopiedThing]:
         """The plain attributes of all modules, parameters and buffers."""
         marked = [table for table in (*self._of_parameters, *self._of_buffers) if table.original]
         for path, inside, of_replicas in (*self._modules.values(), *marked):
@@ -158,7 +152,7 @@ class PlainAttributes:
                 local = [of_replica.get(name, MISSING) for of_replica in of_replicas]
                 is_everywhere = not any(value is MISSING or type(value) is Later for value in local)
                 if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self.parameters:
-                    yield Place(f"{path}.{name}", inside[name], local)
+                    yield CopiedThing(f"{path}.{name}", inside[name], local)
 
     def _are_known(self, owners: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors have the `__dict__`s that they had: `torch.utils.swap_tensors` exchanges these, too."""
@@ -194,7 +188,8 @@ class PlainAttributes:
         for index in written:
             _, original, local = leaves[index]
             # A tensor of another shape, or with a history, is not written: a step may have other references to it.
-            if any((one.shape, one.dtype) != (original.shape, original.dtype) or one.requires_grad for one in local):
+            can_take = all((one.shape, one.dtype) == (original.shape, original.dtype) for one in local)
+            if not can_take or any(one.requires_grad for one in local):
                 return False
             for one in local:
                 bring_value(one, original, index in unsure)
@@ -208,13 +203,15 @@ class PlainAttributes:
             self._collect()
         elif written:
             self.agree()
-        kept = (own for place in self._others if type(place.original) is PerReplica for own in place.local)
-        # A step seldom writes in place on a tensor with a history, so no memory is spent on a copy of it.
-        constant = (own for own in kept if isinstance(own, torch.Tensor) and not own.requires_grad)
-        self._backups = [(own, own.clone()) for own in constant]
+        self._backups = []
+        for place in self._others:
+            for own in place.local if type(place.original) is PerReplica else ():
+                # A step seldom writes in place on a tensor with a history, so no memory is spent on a copy of it.
+                if isinstance(own, torch.Tensor) and not own.requires_grad:
+                    self._backups.append((own, own.clone()))
         return True
 
-    def _take_brought(self, places: dict[str, Place]) -> None:
+    def _take_brought(self, places: dict[str, CopiedThing]) -> None:
         """Takes in the containers of an attribute that a step has read first."""
         self._containers.update(places)
         self._held += [place.original for place in places.values()]
@@ -238,9 +235,9 @@ class PlainAttributes:
         known = [*self._leaves.values(), *self._containers.values()]
         for r, replica in enumerate(self.replicas if brought or changed else ()):
             try:
-                copies = replica.copied(new, {id(one.original): one.local[r] for one in known})
+                copies = replica.copy_values(new, {id(one.original): one.local[r] for one in known})
             except Exception as error:
-                raise uncopyable(", ".join(map("".join, new)), error) from error
+                raise uncopyable_error(", ".join(map("".join, new)), error) from error
             copies.update(laters)
             for edit in brought:
                 local = self._tables[edit.place].local[r]
@@ -270,37 +267,61 @@ class PlainAttributes:
         present = weights.present
         # By path: all that a container is to hold, or the attributes of a module that a step wrote; `ABSENT`: removed.
         self._merged: dict[str, Items] = {}
-        edits = [edit for r in present for edit in self._known_insides[r].edits() if edit.name not in TABLES]
-        edits += [edit for r in present for edit in self._known_tensors_local[r].edits()]
-        edits += self._edits_of_new_buffers(present, replaced)
-        if edits:
-            edits = [edit for edit in edits if not self._late.is_brought(edit)]
-        changed = {path for r in present for path in self._known_local[r].differing()} if self._containers else set()
-        for one in self._late.brought:
-            if one.places:
-                changed.update(path for r in present for path in one.local[r].differing())
+        edits = self._list_edits(present, replaced)
+        changed = self._find_changed_containers(present)
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
-            memory = functools.cache(functools.partial(self._memory, [edit.after for edit in edits]))
-            merger = Merger(present, len(self.replicas), users, memory, self.device, look, weights.is_understudy)
+            memory = functools.cache(functools.partial(self._list_memory, [edit.after for edit in edits]))
+            merger = ModuleMerger(present, len(self.replicas), users, memory, self.device, look, weights.is_understudy)
             for path, (_, original, local) in self._containers.items():
                 if path in changed:
                     merger.is_quiet = self._is_quiet(path)
                     items = [contents.named_items(local[r]) for r in present]
                     self._merged[path] = merger.items(f"attribute {path}", items, contents.named_items(original))
             self._merge_attributes(present, edits, merger)
-        written = {index for r in present for index in self._writes[r].written()} if self._leaves else set()
-        self._written: dict[str, torch.Tensor] = {}  # by path: what tensors become on which a step wrote in place
+        self._written = self._find_written(present, look)
+
+    def _list_edits(self, present: Sequence[int], replaced: Iterable[int]) -> list[Edit]:
+        """What steps have assigned to attributes of modules and tensors."""
+        edits: list[Edit] = []
+        for r in present:
+            edits += [edit for edit in self._known_insides[r].edits() if edit.name not in TABLES]
+        for r in present:
+            edits += self._known_tensors_local[r].edits()
+        edits += self._edits_of_new_buffers(present, replaced)
+        return [edit for edit in edits if not self._late.is_brought(edit)]
+
+    def _find_changed_containers(self, present: Sequence[int]) -> set[str]:
+        """The paths of containers and objects that hold something else in a replica."""
+        changed: set[str] = set()
+        for r in present if self._containers else ():
+            changed.update(self._known_local[r].differing())
+            for late in self._late.brought:
+                if late.containers:
+                    changed.update(late.local[r].differing())
+        return changed
+
+    def _find_written(self, present: Sequence[int], look: Look) -> dict[str, torch.Tensor]:
+        """By path: what tensors become on which a step wrote in place, which is what the first replica has."""
+        found: dict[str, torch.Tensor] = {}
+        if not self._leaves:
+            return found
+        written = set().union(*(self._writes[r].written() for r in present))
         for index, (path, original, local) in enumerate(self._leaves.values() if written else ()):
             first, *others = (local[r] for r in present)
             if index in written and first.shape == original.shape:
                 look(f"attribute {path}", first, others)
-                self._written[path] = first
+                found[path] = first
+        return found
 
     def known_in_replicas(self, originals: Callable[[], Sequence[object]]) -> dict[int, Any]:
         """By the ids of what the replicas have copies of: the user's objects in their place."""
         users = {id(original): original for original in originals()}
-        known = {id(own): users[key] for r in self.replicas for key, own in r.local_objects.items() if key in users}
+        known: dict[int, Any] = {}
+        for replica in self.replicas:
+            for key, own in replica.local_objects.items():
+                if key in users:
+                    known[id(own)] = users[key]
         for thing in self._known_things:
             known.update((id(local), thing.original) for local in thing.local if not isinstance(local, PLAIN))
         return known
@@ -315,30 +336,33 @@ class PlainAttributes:
             local = [vars(replica.buffer(index)) for replica in self.replicas]
             if any(local[r] for r in present):
                 self._of_new_buffers[index] = made
-                self._tables[path] = Place(path, made, local)
+                self._tables[path] = CopiedThing(path, made, local)
                 edits += [Edit(path, name, MISSING, value) for r in present for name, value in local[r].items()]
         return edits
 
-    def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: Merger) -> None:
+    def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: ModuleMerger) -> None:
         for path, name in dict.fromkeys((edit.place, edit.name) for edit in edits):
             _, original, local = self._tables[path]
             if path in self._modules:
                 self._late.bring(path, name)  # other replicas have not read what one of them has replaced
             merged = self._merged.setdefault(path, {})
-            before, value, *others = (inside.get(name, ABSENT) for inside in (original, *(local[r] for r in present)))
+            before = original.get(name, ABSENT)
+            values = [local[r].get(name, ABSENT) for r in present]
             if name in self._computed.get(path, ()):
-                after = value.detach().to(self.device) if isinstance(value, torch.Tensor) else before
+                # Each replica has computed it of the same parameters.
+                first = values[0]
+                after = first.detach().to(self.device) if isinstance(first, torch.Tensor) else before
             elif name in self._states.get(path, ()):
-                continue
+                continue  # the metric itself reduces it
             else:
                 merger.is_quiet = self._is_quiet(path)
-                after = merger.merged(f"attribute {path}.{name}", [value, *others], before)
+                after = merger.merge(f"attribute {path}.{name}", values, before)
             merged[ATTRIBUTE, name] = after
 
     def _is_quiet(self, path: str) -> bool:
         return path in self._of_packages or _is_of_package(self._place(path).original)
 
-    def _place(self, path: str) -> Place:
+    def _place(self, path: str) -> CopiedThing:
         return self._tables[path] if path in self._tables else self._containers[path]
 
     def write_back(self) -> None:
@@ -375,11 +399,17 @@ class PlainAttributes:
         else:
             self._known_tensors.forget(path, name)
 
-    def _memory(self, written: Sequence[object]) -> set[int]:
-        of_leaves = chain.from_iterable(leaf.local for leaf in self._leaves.values())
-        tensors = (held for _, held in contents.things_in("", written) if isinstance(held, torch.Tensor))
-        found = (tensor for tensor in tensors if tensor.requires_grad)
-        return set(map(storage_of, chain(of_leaves, found, *(replica.tensors() for replica in self.replicas))))
+    def _list_memory(self, written: Sequence[object]) -> set[int]:
+        """The memory of all that the replicas have copies of, and of outputs among what a step has written."""
+        tensors: list[torch.Tensor] = []
+        for leaf in self._leaves.values():
+            tensors += leaf.local
+        for replica in self.replicas:
+            tensors += replica.tensors()
+        for _, held in contents.things_in("", written):
+            if isinstance(held, torch.Tensor) and held.requires_grad:
+                tensors.append(held)
+        return set(map(memory_id, tensors))
 
     def restore(self) -> None:
         """After a run that failed: takes back what it wrote on tensors in the `PerReplica`s of the user's modules."""

@@ -25,22 +25,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._base.devices import memory_device
-from torchstrategy._base.memory import storage_of
-from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot, TrackedTensors, Writes, are_same
+from torchstrategy._base.marks import Versions
+from torchstrategy._base.memory import memory_id
+from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot, are_same
 from torchstrategy._base.objects.module_traversal import HOOK_FLAGS, HOOK_TABLES, tables_of
 from torchstrategy._base.objects.proxies import has_own_code_only, plain_class
-from torchstrategy._base.torch_internals import have_gradient_hooks, keeping_version, requires_grad_of, versions
+from torchstrategy._base.torch_internals import have_gradient_hooks, keeping_version, requires_grad_of
 from torchstrategy._base.trace import traced
+from torchstrategy._base.writes import TrackedTensors, Writes
 from torchstrategy._copies.attributes.kept_by_hooks import KeptByHooks
 from torchstrategy._copies.attributes.late_attributes import Later, find_late
-from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, written_in_replica
+from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, written_in_replica_message
 from torchstrategy._copies.modules.module_replica import ModuleReplica, Originals
 from torchstrategy._copies.modules.plain_attributes import PlainAttributes
 from torchstrategy._copies.modules.running_statistics import average_unread, find_unseen
 from torchstrategy._copies.references.deep_copies import ClosureRebinder
 from torchstrategy._copies.refusals import refuse_uncopyable
 from torchstrategy._copies.run_warnings import LostNumbers
-from torchstrategy._copies.tensor_copies import copies_of, sharing_memory, train
+from torchstrategy._copies.tensor_copies import copy_tensors, group_by_memory, set_trained
 from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy._group.transfer import write
 from torchstrategy._group.workers import BETWEEN_RUNS
@@ -75,16 +77,16 @@ class ReplicatedModules:
 
     Args:
         roots: The user's modules that are part of no other.
-        layout: Where the copies are, and how they are kept in step.
+        placement: Where the copies are, and how they are kept in step.
         variables: Variables to be copied, too, whether or not they are in a module.
 
     Raises:
         TypeError: If a module cannot be copied; it is named, with what to do.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], layout: Placement, variables: Sequence[Variable]) -> None:
-        self._layout, self._workers = layout, layout.workers
-        self._home = memory_device(layout.parameter_device)
+    def __init__(self, roots: Sequence[nn.Module], placement: Placement, variables: Sequence[Variable]) -> None:
+        self._placement, self._workers = placement, placement.workers
+        self._home = memory_device(placement.parameter_device)
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
@@ -106,19 +108,19 @@ class ReplicatedModules:
         self._buffers = TrackedTensors(buffers.values(), running=running)
         self.lost_numbers = LostNumbers()
         self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
-        self.kept = KeptByHooks(modules, [*self.owners, *self._buffers.tensors], layout.devices)
+        self.kept = KeptByHooks(modules, [*self.owners, *self._buffers.tensors], placement.devices)
         # Each replica has what hooks keep already.
         large = find_late(modules, self._insides)
         waiting = [(i, name) for i, name in large if id(self._insides[i][name]) not in self.kept.own[0]]
         late = {(i, name): Later(f"{self._paths[i]}.{name}") for i, name in waiting}
         originals = Originals(roots, modules, self._parameters, self._buffers, self._slots, late, self.kept)
-        self.replicas = [ModuleReplica(originals, layout, r) for r in range(len(layout.devices))]
+        self.replicas = [ModuleReplica(originals, placement, r) for r in range(len(placement.devices))]
         self._trained = requires_grad_of(self.owners)  # of the parameters of all replicas
         self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
         self._watch_parameters()
         self._buffers.watch()
         copies = [(replica.device, replica.insides) for replica in self.replicas]
-        self.metrics = metrics_of(self._insides, self._paths, copies, layout.workers)
+        self.metrics = metrics_of(self._insides, self._paths, copies, placement.workers)
         # The position of each of the `owners`, by its id.
         self.index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
         self._classes = list(map(type, modules))
@@ -131,8 +133,8 @@ class ReplicatedModules:
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
         self._overlaps: list[list[int]] = []
         self._pointers: list[list[int]] = []
-        self._overlap_as_before()
-        self._buffer_versions = versions(self._buffers.tensors)  # as the last run left them
+        self._has_same_overlaps()
+        self._buffer_versions = Versions(self._buffers.tensors)  # as the last run left them
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -145,9 +147,9 @@ class ReplicatedModules:
 
     def known_in_replicas(self) -> dict[int, Any]:
         """By the ids of what the replicas have copies of: the user's objects in their place."""
-        return self.attributes.known_in_replicas(self._with_copies)
+        return self.attributes.known_in_replicas(self._list_copied)
 
-    def _with_copies(self) -> list[object]:
+    def _list_copied(self) -> list[object]:
         """The user's modules, parameters and buffers."""
         return [*self.originals(), *self.owners, *self._buffers.tensors]
 
@@ -162,7 +164,7 @@ class ReplicatedModules:
         trained = requires_grad_of(self.owners)
         if trained != self._trained:
             for replica in self.replicas:
-                train(replica.parameters, trained)
+                set_trained(replica.parameters, trained)
             self._trained = trained
         buffers = self._buffers
         found = buffers.take_changes()
@@ -171,8 +173,7 @@ class ReplicatedModules:
         changed = sorted({*found.all, *unseen})
         if self._workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
-            are_written = self._buffer_versions != versions(self._buffers.tensors)
-            self._workers.mention(BETWEEN_RUNS, (written, are_written))
+            self._workers.mention(BETWEEN_RUNS, (written, self._buffer_versions.have_changed()))
         if changed:
             if not all(replica.can_bring_buffers(changed, self._buffers) for replica in self.replicas):
                 return False
@@ -183,16 +184,16 @@ class ReplicatedModules:
             self.attributes.agree()
             for replica in self.replicas:
                 replica.buffers.note()
-        return self._overlap_as_before()
+        return self._has_same_overlaps()
 
-    def _overlap_as_before(self) -> bool:
+    def _has_same_overlaps(self) -> bool:
         """Whether the same tensors share memory as when the copies were made."""
         tracked = self._parameters, self._buffers, self.attributes.tensors
         before, self._pointers = self._pointers, [one.pointers for one in tracked]
         if are_same(self._pointers, before):
             return True
         known, tensors = self._overlaps, [tensor for one in tracked for tensor in one.tensors]
-        self._overlaps = sorted([id(tensors[index]) for index in group] for group in sharing_memory(tensors))
+        self._overlaps = sorted([id(tensors[index]) for index in group] for group in group_by_memory(tensors))
         return self._overlaps == known
 
     def _have_same_classes(self) -> bool:
@@ -220,6 +221,7 @@ class ReplicatedModules:
         # It is also called within a run, where a step may have set `requires_grad` on its copies: that is not brought.
         # Torch's own optimizers count their writes, but for fused ones, whose parameters are noted.
         is_torchs_code = self._is_watched and optimizer is not None and has_own_code_only(optimizer)
+        # A hook on a parameter is the user's, and may write through `.data`.
         counts_all = is_torchs_code and not have_gradient_hooks(self.owners)
         found = self._parameters.take_changes(counts_all)
         changed, moved = found.all, found.moved
@@ -241,7 +243,7 @@ class ReplicatedModules:
         return changed
 
     def _uncounted_copies(self, found: Writes, in_run: bool) -> tuple[torch.Tensor, ...]:
-        """The copies that keep their version. See Note [Writes that count, and writes that do not] in `changes`."""
+        """The copies that keep their version. See Note [Writes that count, and writes that do not] in `writes`."""
         positions = found.uncounted if in_run else found.unsure
         return tuple(replica.parameters[index] for replica in self.replicas for index in positions)
 
@@ -253,20 +255,23 @@ class ReplicatedModules:
     def _watch_parameters(self) -> None:
         """Looks for writes that torch does not count on the parameters of which some replica has a real copy."""
         # See Note [What is aliased and what is copied]. Where all replicas share the memory, nothing has to be brought.
-        by_all = map(all, zip(*self.sharing(), strict=True))
-        watched = [index for index, is_shared in enumerate(by_all) if not is_shared]
+        of_all = zip(*self.list_sharing(), strict=True)
+        watched = [index for index, of_replicas in enumerate(of_all) if not all(of_replicas)]
         self._is_watched = bool(watched)
         self._parameters.watch(watched)
 
-    def sharing(self) -> list[list[bool]]:
+    def list_sharing(self) -> list[list[bool]]:
         """For each replica, which of its parameters share the memory of the user's."""
         return [list(replica.aliased) for replica in self.replicas]
 
     def own_parameters(self) -> dict[int, dict[int, ReplicaParameter]]:
         """By replica, for those that have any: its parameters with memory of their own, by the ids of the user's."""
-        pairs = ((r, zip(self.owners, one.parameters, one.aliased, strict=True)) for r, one in enumerate(self.replicas))
-        own = {r: {id(owner): local for owner, local, is_shared in of_one if not is_shared} for r, of_one in pairs}
-        return {r: parameters for r, parameters in own.items() if parameters}
+        found: dict[int, dict[int, ReplicaParameter]] = {}
+        for r, replica in enumerate(self.replicas):
+            for owner, local, is_shared in zip(self.owners, replica.parameters, replica.aliased, strict=True):
+                if not is_shared:
+                    found.setdefault(r, {})[id(owner)] = local
+        return found
 
     def note_updated(self, owners: Sequence[torch.Tensor]) -> None:
         """Says that the user's parameters, and all copies with memory of their own, were updated alike."""
@@ -284,9 +289,11 @@ class ReplicatedModules:
         Raises:
             RuntimeError: Naming the parameter.
         """
-        written = [*self._parameters.written(), *(i for r in present for i in self.replicas[r].written_parameters())]
+        written = self._parameters.written()
+        for r in present:
+            written += self.replicas[r].written_parameters()
         if written:
-            raise RuntimeError(written_in_replica(self.names[min(written)]))
+            raise RuntimeError(written_in_replica_message(self.names[min(written)]))
 
     def check_structure(self, present: Sequence[int]) -> Changes:
         """Refuses parameters and layers that a step made, replaced or removed in a replica.
@@ -309,13 +316,13 @@ class ReplicatedModules:
     def put_together(self, weights: ReplicaWeights, changes: Changes) -> None:
         """After a run, before the last exchange: makes one value of those that the replicas of this worker wrote."""
         self._check_flags(weights)
-        made = sorted(f"{self._paths[edit.place[0]]}.{_shown(edit)}" for edit in changes[0])
+        made = sorted(f"{self._paths[edit.place[0]]}.{_describe_edit(edit)}" for edit in changes[0])
         if made:
             self._workers.compare("what the step did to buffers and hooks:", ", ".join(made))
         reads_all = self._workers.count > 1  # a message would follow each time, for which the host waits anyway
         self._written = [self.replicas[r].written_buffers(self._buffers, reads_all) for r in weights.present]
-        replaced = sorted(set().union(*(replica.replaced_buffers() for replica in self._present(weights))))
-        self.attributes.put_together(weights, self._with_copies, self._look, replaced)
+        replaced = sorted(set().union(*(replica.replaced_buffers() for replica in self._list_present(weights))))
+        self.attributes.put_together(weights, self._list_copied, self._look, replaced)
         if self._workers.count > 1:
             worker_values.mention_written(self._workers, set().union(*self._written))
 
@@ -326,9 +333,11 @@ class ReplicatedModules:
         averaged. States of metrics are reduced as the metrics say. All else is taken from the first replica.
         """
         lead = self.replicas[weights.present[0]]
-        indices = worker_values.written_anywhere(self._workers, set().union(*self._written))
+        indices = set().union(*self._written)
+        if self._workers.count > 1:
+            indices = worker_values.written_anywhere(self._workers, indices)
         values = self._buffer_values(weights, indices)
-        new = self._new_buffers(weights, changes) if changes[0] else {}
+        new = self._find_new_buffers(weights, changes) if changes[0] else {}
         for metric in self.metrics:
             metric.put_together(weights)
         # The lines above may raise, and have written nothing of the user's yet. Nothing below refuses anything.
@@ -339,16 +348,19 @@ class ReplicatedModules:
             metric.write_back()
         trained = requires_grad_of(lead.parameters)
         if not trained == self._trained == requires_grad_of(self.owners):
-            train(self.owners, trained)
+            set_trained(self.owners, trained)
             self._trained = []  # unknown: replicas without rows may have others
         elsewhere = lead.replaced_buffers()
-        replaced = {i: value for i, value in values.items() if i in elsewhere or not self._buffers.fits(i, value)}
-        for index in [index for index in values if index not in replaced]:
-            self._buffers.take(index, values[index])
+        replaced: dict[int, torch.Tensor] = {}
+        for index, value in values.items():
+            if index in elsewhere or not self._buffers.fits(index, value):
+                replaced[index] = value
+            else:
+                self._buffers.take(index, value)
         if replaced:
             self._replace_buffers(replaced, lead)
         if self._workers.count > 1:
-            self._buffer_versions = versions(self._buffers.tensors)
+            self._buffer_versions.take()
 
     def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
         """Puts new tensors in the places of buffers of the user's, as the first replica's step did.
@@ -357,8 +369,8 @@ class ReplicatedModules:
         on it in place, and nothing else.
         """
         places = Counter(map(id, chain.from_iterable(inside["_buffers"].values() for inside in self._insides)))
-        made = self._of_users(values, lead)
-        self._is_outdated |= not self._structure.is_same() or len(set(map(storage_of, made.values()))) < len(made)
+        made = self._make_users_buffers(values, lead)
+        self._is_outdated |= not self._structure.is_same() or len(set(map(memory_id, made.values()))) < len(made)
         for index, after in made.items():
             before, (position, name) = self._buffers.tensors[index], self._slots[index]
             left = lead.buffers.tensors[index]
@@ -373,15 +385,16 @@ class ReplicatedModules:
                 replica.local_objects[id(after)] = replica.local_objects.pop(id(before))
         self._structure.take()
 
-    def _of_users(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> dict[int, torch.Tensor]:
+    def _make_users_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> dict[int, torch.Tensor]:
         """Tensors for buffers of the user's. What shares memory in the first replica shares memory in them, too."""
         known = self.known_in_replicas()
-        owned = {storage_of(own): (own, known[id(own)]) for own in lead.tensors(values) if id(own) in known}
-        made = dict(zip(values, copies_of(list(values.values()), self._home), strict=True))
+        owned = {memory_id(own): (own, known[id(own)]) for own in lead.tensors(values) if id(own) in known}
+        made = dict(zip(values, copy_tensors(list(values.values()), self._home), strict=True))
         for index, value in values.items():
             placed = lead.buffer(index)
-            own, users = owned.get(storage_of(placed), (None, None))
-            if own is None or users is None or not 0 <= storage_of(placed) == storage_of(value):
+            own, users = owned.get(memory_id(placed), (None, None))
+            is_its_value = memory_id(placed) >= 0 and memory_id(placed) == memory_id(value)
+            if own is None or users is None or not is_its_value:
                 continue  # memory that the step has made, or a mean over the replicas
             self._is_outdated = True
             if placed is own:
@@ -391,15 +404,21 @@ class ReplicatedModules:
                 made[index] = users.detach().as_strided(placed.shape, placed.stride(), offset)
         return made
 
-    def _new_buffers(self, weights: ReplicaWeights, changes: Changes) -> Made:
+    def _find_new_buffers(self, weights: ReplicaWeights, changes: Changes) -> Made:
         """The tensors that the first replica of all workers made or put in the place of buffers."""
-        made = [[((e.place, e.name), e.after) for e in own if isinstance(e.after, torch.Tensor)] for own in changes]
-        here = [{key: after.detach().cpu() for key, after in own} for own in made]
+        here: list[Made] = []
+        for edits in changes:
+            made: Made = {}
+            for edit in edits:
+                if isinstance(edit.after, torch.Tensor):
+                    made[edit.place, edit.name] = edit.after.detach().cpu()
+            here.append(made)
         told = [] if weights.is_understudy else here
         of_all = self._workers.all_gather_object(told, "the buffers that the step made")
         of_replicas = list(chain.from_iterable(of_all)) or here
-        for ((position, _), name), value in of_replicas[0].items():
-            others = [own[key] for own in of_replicas[1:] if (key := ((position, "_buffers"), name)) in own]
+        for key, value in of_replicas[0].items():
+            (position, _), name = key
+            others = [made[key] for made in of_replicas[1:] if key in made]
             path = f"buffer {self._paths[position]}.{name}"
             self.lost_numbers.look(id(self._insides[position]), path, value, others)
         return of_replicas[0]
@@ -407,9 +426,9 @@ class ReplicatedModules:
     def _return_changes(self, lead: ModuleReplica, edits: Sequence[Edit], new: Made) -> None:
         """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
         self._is_outdated = True
-        originals = {id(thing): thing for thing in self._with_copies()}
+        originals = {id(thing): thing for thing in self._list_copied()}
         back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
-        back.update(self.kept.of_users(lead.number))
+        back.update(self.kept.map_to_users(lead.number))
         for edit in edits:
             position, table = edit.place
             original, local = self._insides[position], lead.insides[position]
@@ -419,7 +438,7 @@ class ReplicatedModules:
                 original[_UNSAVED].discard(edit.name)
                 original[_UNSAVED].update({edit.name} & local[_UNSAVED])
             else:
-                after = ClosureRebinder(back).of(edit.after)  # the function closes over the user's objects
+                after = ClosureRebinder(back).rebind(edit.after)  # the function closes over the user's objects
             edit._replace(after=after).apply(original[table])
             for flags in HOOK_FLAGS:
                 if edit.name in local[flags]:
@@ -440,7 +459,7 @@ class ReplicatedModules:
                     "outside of strategy.run."
                 )
 
-    def _present(self, weights: ReplicaWeights) -> list[ModuleReplica]:
+    def _list_present(self, weights: ReplicaWeights) -> list[ModuleReplica]:
         return [self.replicas[r] for r in weights.present]
 
     def _buffer_values(self, weights: ReplicaWeights, indices: set[int]) -> dict[int, torch.Tensor]:
@@ -449,9 +468,9 @@ class ReplicatedModules:
         Raises:
             RuntimeError: If replicas put tensors of different shapes or dtypes in the place of one.
         """
-        present, fractions = self._present(weights), [weights.fractions[r] for r in weights.present]
+        present, fractions = self._list_present(weights), [weights.fractions[r] for r in weights.present]
         averaged = []
-        can_average = self._workers.count == 1 and self._layout.averages_buffers and self._buffers.running
+        can_average = self._workers.count == 1 and self._placement.averages_buffers and self._buffers.running
         combined = average_unread(indices, self._buffers, present, fractions) if can_average else {}
         for index in sorted(indices - combined.keys()):
             original = self._buffers.tensors[index]
@@ -461,13 +480,12 @@ class ReplicatedModules:
                     shapes = tuple(values[0].shape), values[0].dtype, tuple(value.shape), value.dtype
                     raise RuntimeError(_REPLACED.format(self._buffer_names[index], *shapes))
             combined[index] = values[0]
-            if index in self._buffers.running and self._layout.averages_buffers:
+            if index in self._buffers.running and self._placement.averages_buffers:
                 averaged.append(index)
-                here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
-                combined[index] = torch.stack(here).sum(0) if here else torch.zeros_like(original)
+                combined[index] = _weighted_sum(values, fractions, original)
             elif index not in self._buffers.running:
                 written = zip(values[1:], self._written[1:], strict=True)
-                others = [value for value, indices in written if index in indices]
+                others = [value for value, of_replica in written if index in of_replica]
                 module = id(self._insides[self._slots[index][0]])
                 self.lost_numbers.look(module, f"buffer {self._buffer_names[index]}", values[0], others)
         if self._workers.count > 1:
@@ -475,10 +493,17 @@ class ReplicatedModules:
         return combined
 
 
+def _weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """The sum of tensors, each multiplied by its weight, where `like` is."""
+    # What does not count may be NaN, and 0 * NaN is NaN.
+    weighted = [value.to(like.device) * weight for value, weight in zip(values, weights, strict=True) if weight]
+    return torch.stack(weighted).sum(0) if weighted else torch.zeros_like(like)
+
+
 _UNSAVED = "_non_persistent_buffers_set"
 
 
-def _shown(edit: Edit) -> str:
+def _describe_edit(edit: Edit) -> str:
     """What a step did to a buffer, or to hooks, whose keys count all hooks of a process."""
     what = "made" if isinstance(edit.after, torch.Tensor) else "taken away"
     return f"{edit.name} {what}" if edit.place[1] == "_buffers" else f"{edit.place[1]} {edit.verb()}"

@@ -15,9 +15,10 @@ from collections.abc import Hashable, Sequence, Set
 
 import torch
 
-from torchstrategy._base.objects.changes import TrackedTensors
-from torchstrategy._base.torch_internals import unflattened
-from torchstrategy._copies.modules.module_replica import ModuleReplica, differ
+from torchstrategy._base.memory import flatten
+from torchstrategy._base.torch_internals import unflatten
+from torchstrategy._base.writes import TrackedTensors
+from torchstrategy._copies.modules.module_replica import ModuleReplica, have_other_numbers
 
 
 def find_unseen(running: Set[int], users: TrackedTensors, replica: ModuleReplica) -> list[int]:
@@ -26,7 +27,9 @@ def find_unseen(running: Set[int], users: TrackedTensors, replica: ModuleReplica
     A forward outside of runs may have written them. On an accelerator, all of them may differ.
     """
     pairs = [(index, replica.buffer(index), users.tensors[index]) for index in running]
-    return [index for index, own, of_user in pairs if not _can_be_read(own, of_user) or differ(own, of_user)]
+    return [
+        index for index, own, of_user in pairs if not _can_be_read(own, of_user) or have_other_numbers(own, of_user)
+    ]
 
 
 def average_unread(
@@ -69,14 +72,10 @@ def _average(
     means: dict[int, torch.Tensor] = {}
     for group in groups.values():
         like = [before[i] for i in group]
-        flat = _flatten(like)
-        parts = [_flatten([statistics[i] for i in group]).to(flat.device) for statistics in of_replicas]
+        flat = flatten(like)
+        parts = [flatten([statistics[i] for i in group]).to(flat.device) for statistics in of_replicas]
         weighed = [part * fraction for part, fraction in zip(parts, fractions, strict=True) if fraction]
         is_as_before = torch.stack([part == flat for part in parts]).all(0)
         mean = torch.where(is_as_before, flat, torch.stack(weighed).sum(0))
-        means.update(zip(group, unflattened(mean, like), strict=True))
+        means.update(zip(group, unflatten(mean, like), strict=True))
     return [means[i] for i in range(len(before))]
-
-
-def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -1,4 +1,9 @@
-"""The large attributes that wait until a step reads them, and those that a step has read."""
+"""The large attributes that wait until a step reads them, and those that a step has read.
+
+`late_attributes` makes an attribute wait in one copy of a module. Here is what concerns all copies: the replica that
+reads an attribute first makes the copies of all, since after the run all of them are compared and merged; and what the
+user has put in the place of an attribute may wait in its turn.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from typing import Any, final
 
 from torch import nn
 
-from torchstrategy._base.objects.attribute_contents import Place, data_in, places_and_leaves
+from torchstrategy._base.objects.attribute_contents import CopiedThing, data_in, find_copied_things
 from torchstrategy._base.objects.changes import MISSING, Edit
 from torchstrategy._copies.attributes.attribute_tables import by_path
 from torchstrategy._copies.attributes.late_attributes import (
@@ -24,8 +29,8 @@ from torchstrategy._copies.attributes.late_attributes import (
     postpone,
     settle,
 )
-from torchstrategy._copies.modules.module_replica import uncopyable
-from torchstrategy._copies.references.deep_copies import deep_copied
+from torchstrategy._copies.modules.module_replica import uncopyable_error
+from torchstrategy._copies.references.deep_copies import deep_copy
 
 Key = tuple[str, str]  # the path of a module, and the name of an attribute
 
@@ -47,10 +52,10 @@ class WaitingAttributes:
 
     def __init__(
         self,
-        modules: dict[str, Place],
+        modules: dict[str, CopiedThing],
         copies: dict[str, list[nn.Module]],
         late: Late,
-        take: Callable[[dict[str, Place]], None],
+        take: Callable[[dict[str, CopiedThing]], None],
     ) -> None:
         self._modules = modules
         self._copies = copies
@@ -101,13 +106,14 @@ class WaitingAttributes:
             waiting = [r for r, inside in enumerate(insides) if type(inside.get(name)) is Later]
             if not waiting:
                 return
-            copies = self._copied(f"{path}.{name}", original[name], len(waiting))
-            places: dict[int, Place] = {}
+            copies = self._copy(f"{path}.{name}", original[name], len(waiting))
+            containers: dict[int, CopiedThing] = {}
             if len(waiting) == len(insides):  # else a replica has lost the attribute, which is merged as a whole
-                places, _, _ = places_and_leaves([Place(f"{path}.{name}", original[name], copies)])
-            brought = LateCopies.of(path, name, copies, by_path(places.values()))
-            if (take := self._take()) is not None:
-                take(brought.places)
+                containers, _, _ = find_copied_things([CopiedThing(f"{path}.{name}", original[name], copies)])
+            brought = LateCopies.of(path, name, copies, by_path(containers.values()))
+            take = self._take()
+            if take is not None:
+                take(brought.containers)
             self.brought.append(brought)
             self.has_brought = True
             self._waiting.discard((path, name))
@@ -117,16 +123,20 @@ class WaitingAttributes:
         for module in self._copies[path]:
             settle(module)
 
-    def _copied(self, path: str, value: Any, count: int) -> list[Any]:
+    def _copy(self, path: str, value: Any, count: int) -> list[Any]:
         """So many copies of what is nothing but data: replicas have nothing of it already."""
         if data_in(value) is None:
             raise RuntimeError(NO_DATA.format(path=path))
         try:
-            return [deep_copied(value, {}) for _ in range(count)]
+            return [deep_copy(value, {}) for _ in range(count)]
         except Exception as error:
-            raise uncopyable(path, error) from error
+            raise uncopyable_error(path, error) from error
 
     def is_brought(self, edit: Edit) -> bool:
         """Whether an edit is no write of a step: a copy came in the place of what stood for it."""
-        copies = (one.copies for one in self.brought if (one.path, one.name) == (edit.place, edit.name))
-        return type(edit.before) is Later and any(edit.after is own for of_one in copies for own in of_one)
+        if type(edit.before) is not Later:
+            return False
+        for one in self.brought:
+            if (one.path, one.name) == (edit.place, edit.name) and any(edit.after is own for own in one.copies):
+                return True
+        return False

@@ -10,19 +10,17 @@ replica gets functions over its own parts.
 from __future__ import annotations
 
 import copy
-import dis
 import functools
 import operator
 import traceback
 import types
 from collections.abc import Container, Mapping
-from itertools import chain
 from typing import Any, TypeGuard, final
 
 import torch
 from torch import nn
 
-from torchstrategy._base.objects.attribute_contents import closed_over
+from torchstrategy._base.objects.attribute_contents import globals_of, variables_in_closure
 
 _DEPTH = 3  # how deep containers are looked into: more than a list of lists is rare
 
@@ -44,24 +42,24 @@ class ClosureRebinder:
         self._made: dict[int, Any] = {}
         self._seen: list[object] = []  # keeps the objects alive whose ids `_made` has
 
-    def of(self, value: Any, depth: int = _DEPTH) -> Any:
+    def rebind(self, value: Any, depth: int = _DEPTH) -> Any:
         """The replica's version of a value: of a function, or of a container of functions. Other values are returned.
 
         A function that closes over no part of the model is returned as it is. Lists and dicts are changed in place,
         since they are the replica's own copies already.
         """
         if depth and type(value) is list:
-            value[:] = [self.of(item, depth - 1) for item in value]
+            value[:] = [self.rebind(item, depth - 1) for item in value]
         elif depth and type(value) is dict:
-            value.update({key: self.of(item, depth - 1) for key, item in value.items()})
+            value.update({key: self.rebind(item, depth - 1) for key, item in value.items()})
         elif depth and type(value) is tuple:
-            items = tuple(self.of(item, depth - 1) for item in value)
+            items = tuple(self.rebind(item, depth - 1) for item in value)
             return value if all(new is old for new, old in zip(items, value, strict=True)) else items
         else:
-            return self.held(value)
+            return self.rebind_object(value)
         return value
 
-    def held(self, value: Any) -> Any:
+    def rebind_object(self, value: Any) -> Any:
         """The replica's version of an object that a function uses, or of a function. Containers are not looked into."""
         own = self._own.get(id(value), value)
         if own is not value:
@@ -71,39 +69,39 @@ class ClosureRebinder:
         if id(value) not in self._made:
             self._seen.append(value)
             self._made[id(value)] = value  # a function that refers to itself keeps referring to the user's function
-            self._made[id(value)] = self._made_of(value)
+            self._made[id(value)] = self._rebind_callable(value)
         return self._made[id(value)]
 
-    def _made_of(self, value: Any) -> Any:
+    def _rebind_callable(self, value: Any) -> Any:
         """A new function, method or tuple over the replica's objects; the same, if it uses none of those."""
         if is_users(value):
-            return self._rebound(value)
+            return self._rebind_function(value)
         if isinstance(value, types.MethodType):
-            function, owner = self.held(value.__func__), self.held(value.__self__)
+            function, owner = self.rebind_object(value.__func__), self.rebind_object(value.__self__)
             is_same = function is value.__func__ and owner is value.__self__
             return value if is_same else types.MethodType(function, owner)
         if type(value) is functools.partial:
-            function, arguments = self.held(value.func), list(map(self.held, value.args))
-            keywords = {name: self.held(item) for name, item in value.keywords.items()}
+            function, arguments = self.rebind_object(value.func), list(map(self.rebind_object, value.args))
+            keywords = {name: self.rebind_object(item) for name, item in value.keywords.items()}
             used = (value.func, *value.args, *value.keywords.values())
             is_same = all(map(operator.is_, (function, *arguments, *keywords.values()), used))
             return value if is_same else functools.partial(function, *arguments, **keywords)
         if type(value) is not tuple and not hasattr(value, "_fields"):
             return value
-        items = list(map(self.held, value))
+        items = list(map(self.rebind_object, value))
         if all(map(operator.is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
-    def _rebound(self, fn: types.FunctionType) -> types.FunctionType:
+    def _rebind_function(self, fn: types.FunctionType) -> types.FunctionType:
         if self._with_globals is not None and id(fn) not in self._with_globals:
             return fn
         names = self._globals_of(fn)
         cells = fn.__closure__ or ()
         defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
-        made_cells = [self._cell(cell, fn) for cell in cells]
-        made_defaults = [self.held(value) for value in defaults]
-        made_keywords = {name: self.held(value) for name, value in keywords.items()}
+        made_cells = [self._rebind_variable(cell, fn) for cell in cells]
+        made_defaults = [self.rebind_object(value) for value in defaults]
+        made_keywords = {name: self.rebind_object(value) for name, value in keywords.items()}
         inside = self._own.get(id(fn.__dict__), fn.__dict__)
         used = (*cells, *defaults, *keywords.values(), fn.__dict__, fn.__globals__)
         made_used = (*made_cells, *made_defaults, *made_keywords.values(), inside, names)
@@ -125,11 +123,15 @@ class ClosureRebinder:
         """The global names of a replica's function: what differs from the user's, over the user's own."""
         if self._with_globals is None:
             return fn.__globals__.users if isinstance(fn.__globals__, _Globals) else fn.__globals__
-        values = {name: fn.__globals__[name] for name in globals_of(fn)}
-        own = {name: held for name, value in values.items() if (held := self.held(value)) is not value}
+        own: dict[str, Any] = {}
+        for name in globals_of(fn):
+            value = fn.__globals__[name]
+            rebound = self.rebind_object(value)
+            if rebound is not value:
+                own[name] = rebound
         return _Globals(own, fn.__globals__) if own else fn.__globals__
 
-    def _cell(self, cell: types.CellType, fn: types.FunctionType) -> types.CellType:
+    def _rebind_variable(self, cell: types.CellType, fn: types.FunctionType) -> types.CellType:
         """The variable that a replica's function has in the place of one of the user's function `fn`."""
         own: types.CellType = self._own.get(id(cell), cell)
         if own is not cell or _is_in(fn, cell):
@@ -138,7 +140,7 @@ class ClosureRebinder:
             value = cell.cell_contents
         except ValueError:
             return cell  # it is not assigned yet
-        held = self.held(value)
+        held = self.rebind_object(value)
         # A cell whose value is not replaced stays the user's own, so that a counter in it counts for all replicas.
         return cell if held is value else types.CellType(held)
 
@@ -161,43 +163,17 @@ def _is_in(value: object, cell: types.CellType) -> bool:
         return False
 
 
-def globals_of(fn: types.FunctionType) -> list[str]:
-    """The global names that a function may use."""
-    return [name for name in globals_in(fn.__code__) if name in fn.__globals__]
-
-
-_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME", "DELETE_NAME"})
-
-
-@functools.lru_cache(maxsize=4096)
-def globals_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names of globals in a function, and in functions and comprehensions inside it, each once.
-
-    An attribute may have the name of a global that is something else: `optimizer.step()` is no use of a global `step`.
-    """
-    inner = [globals_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    own = [one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS]
-    return tuple(dict.fromkeys([*own, *chain.from_iterable(inner)]))
-
-
-@functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names of globals and attributes in a function, and in functions and comprehensions inside it, each once."""
-    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return tuple(dict.fromkeys([*code.co_names, *chain.from_iterable(inner)]))
-
-
 def is_function(value: object) -> bool:
     """Whether a value is a function of the user's, a bound method, or a `functools.partial`."""
     return is_users(value) or isinstance(value, (types.MethodType, functools.partial))
 
 
-def are_alike(one: Any, other: Any) -> bool:
+def are_same_function(one: Any, other: Any) -> bool:
     """Whether two values are the same object, or functions of the same code that use the same objects."""
     if one is other or type(one) is not type(other) or not is_function(one):
         return one is other
     parts, others = _parts(one), _parts(other)
-    return len(parts) == len(others) and all(map(are_alike, parts, others))
+    return len(parts) == len(others) and all(map(are_same_function, parts, others))
 
 
 def _parts(fn: Any) -> list[Any]:
@@ -205,7 +181,7 @@ def _parts(fn: Any) -> list[Any]:
         return [fn.__func__, fn.__self__]
     if isinstance(fn, functools.partial):
         return [fn.func, *fn.args, *fn.keywords, *fn.keywords.values()]
-    closed = dict(closed_over(fn))
+    closed = dict(variables_in_closure(fn))
     return [fn.__code__, *closed, *closed.values(), *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
 
 
@@ -223,7 +199,7 @@ def is_users(fn: object) -> TypeGuard[types.FunctionType]:
 _DECORATORS = ("torch.utils._contextlib", "torch.amp.autocast_mode")  # each closes over the function that it decorates
 
 
-def deep_copied(value: Any, memo: Mapping[int, Any]) -> Any:
+def deep_copy(value: Any, memo: Mapping[int, Any]) -> Any:
     """A copy made by `copy.deepcopy`, which shares with `value` each lock, file, generator or Python module in it.
 
     Args:
@@ -239,8 +215,9 @@ def deep_copied(value: Any, memo: Mapping[int, Any]) -> Any:
         try:
             return copy.deepcopy(value, {**memo, **shared})
         except Exception as error:
-            # The innermost object that was being copied.
-            held = [f.f_locals[own] for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code is code][-1]
-            if id(held) in shared or isinstance(held, (torch.Tensor, nn.Module)):
+            # `copy.deepcopy` calls itself for what an object holds: the last of its frames has the innermost object.
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+            uncopied = frames[-1].f_locals[own]
+            if id(uncopied) in shared or isinstance(uncopied, (torch.Tensor, nn.Module)):
                 raise
-            shared[id(held)] = held
+            shared[id(uncopied)] = uncopied

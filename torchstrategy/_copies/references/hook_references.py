@@ -29,9 +29,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._base.distributed_values import DistributedValues
-from torchstrategy._base.objects.attribute_contents import COPIED, PLAIN, PLAIN_TYPES, is_container, named_items
+from torchstrategy._base.objects.attribute_contents import (
+    OPEN_CONTAINERS,
+    globals_of,
+    is_plain_holder,
+    named_items,
+    names_in,
+)
 from torchstrategy._base.objects.proxies import is_all_in_dict
-from torchstrategy._copies.references.deep_copies import globals_of, is_users, names_in
+from torchstrategy._base.plain import PLAIN, PLAIN_TYPES
+from torchstrategy._copies.references.deep_copies import is_users
 from torchstrategy._copies.references.step_references import NOT_THE_USERS, package_of
 
 _FUNCTIONS = 5  # how deep calls are followed
@@ -133,7 +140,7 @@ class References:
         self.shared.setdefault(id(thing), Found(name, thing))
         if isinstance(thing, type):
             for attribute, held in list(vars(thing).items()):
-                if type(held) in COPIED:
+                if type(held) in OPEN_CONTAINERS:
                     self.look_at(f"{name}.{attribute}", held, Way.FIXED)
 
     def _record(self, name: str, thing: Any, way: Way, holder: int) -> bool:
@@ -151,7 +158,7 @@ class References:
         return is_new
 
     def _look_inside(self, name: str, value: Any, way: Way, functions: int, objects: int) -> None:
-        is_builtin = type(value) in COPIED
+        is_builtin = type(value) in OPEN_CONTAINERS
         if not is_builtin and not objects:
             return
         for cls in () if is_builtin else type(value).__mro__:
@@ -214,15 +221,18 @@ class References:
 
     def _look_into_methods(self, cls: type, names: Iterable[str] | None, functions: int, objects: int) -> None:
         """Looks into methods of a class, which are one for all replicas; `None`: into all of them."""
-        for base in cls.__mro__:
-            if package_of(base) not in _LIBRARIES:
-                for name in list(vars(base)) if names is None else names:
-                    method = vars(base).get(name)
-                    method = method.fget if isinstance(method, property) else method
-                    if isinstance(method, types.FunctionType) and functions:
-                        self.look_at(name, method, Way.FIXED, 0, functions, objects)
-                        if names is not None:
-                            self._look_into_methods(cls, names_in(method.__code__), functions - 1, objects)
+        for base in cls.__mro__ if functions else ():
+            if package_of(base) in _LIBRARIES:
+                continue
+            for name in list(vars(base)) if names is None else names:
+                method = vars(base).get(name)
+                if isinstance(method, property):
+                    method = method.fget
+                if not isinstance(method, types.FunctionType):
+                    continue
+                self.look_at(name, method, Way.FIXED, 0, functions, objects)
+                if names is not None:  # else its other methods are looked at anyway
+                    self._look_into_methods(cls, names_in(method.__code__), functions - 1, objects)
 
 
 def names_in_method(method: types.MethodType) -> tuple[str, ...]:
@@ -233,9 +243,9 @@ def names_in_method(method: types.MethodType) -> tuple[str, ...]:
 
 def is_kept(value: object) -> bool:
     """Whether a value is an object or a container in which a hook may keep something of a replica's own."""
-    if type(value) in COPIED:
+    if type(value) in OPEN_CONTAINERS:
         return True
-    return package_of(type(value)) not in _LIBRARIES and (is_all_in_dict(value) or is_container(value))
+    return package_of(type(value)) not in _LIBRARIES and (is_all_in_dict(value) or is_plain_holder(value))
 
 
 def is_constant(value: Any) -> bool:
@@ -247,9 +257,10 @@ def is_constant(value: Any) -> bool:
 
 def has_attributes(fn: types.FunctionType) -> bool:
     """Whether a function may have attributes in which it keeps something: it has some, or knows itself."""
-    return bool(fn.__dict__.keys() - {"__wrapped__"}) or any(
-        value is fn for _, cell in variables_of(fn) for value in named_items(cell).values()
-    )
+    if fn.__dict__.keys() - {"__wrapped__"}:
+        return True
+    in_variables = chain.from_iterable(named_items(cell).values() for _, cell in variables_of(fn))
+    return any(value is fn for value in in_variables)
 
 
 def variables_of(fn: types.FunctionType) -> Iterator[tuple[str, types.CellType]]:
@@ -260,7 +271,7 @@ def variables_of(fn: types.FunctionType) -> Iterator[tuple[str, types.CellType]]
 def is_variable_kept(cell: types.CellType, left_out: Container[int]) -> bool:
     """Whether replicas have variables of their own in the place of one: it holds no part of a model, and no function.
 
-    A replica's function over a part of a model has the replica's part for good; see `copies.ClosureRebinder`.
+    A replica's function over a part of a model has the replica's part for good; see `deep_copies.ClosureRebinder`.
     """
     for value in named_items(cell).values():
         return id(value) not in left_out and not isinstance(value, (*_CALLED, nn.Module, type, types.ModuleType))

@@ -29,9 +29,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._base.objects.attribute_contents import attributes, closed_over
+from torchstrategy._base.objects.attribute_contents import attributes, globals_of, variables_in_closure
+from torchstrategy._base.plain import PLAIN_TYPES
 from torchstrategy._base.types import Tree
-from torchstrategy._copies.references.deep_copies import globals_of
 
 STEPPERS = (LRScheduler, torch.amp.GradScaler)
 
@@ -40,10 +40,10 @@ _OBJECTS = 3  # how deep attributes are followed: the model may be an attribute 
 _ITEMS = 256  # how many items of a list or dict are looked at: a history of losses may be long
 _FEW = 32  # how many items a list or dict may have for each of them to be looked into
 
-_DATA = {bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set}
+_DATA = {*PLAIN_TYPES, tuple, list, dict, set}
 
 _MAKE_TRAINERS = (nn.Module, Optimizer, *STEPPERS)
-_NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, str, int, float, type(None))
+_NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, *PLAIN_TYPES)
 NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy", "builtins"}
 
 
@@ -121,7 +121,7 @@ class StepReferences:
         elif not isinstance(value, _NOT_LOOKED_INTO):
             self._look_into_object(name, value, functions, objects, holder)
         elif isinstance(value, type) and package_of(value) not in NOT_THE_USERS:
-            self._others_of(name, value)
+            self._record_tensors_of_class(name, value)
 
     def _look_at_part(self, name: str, value: Any) -> None:
         if id(value) in self._seen:
@@ -133,7 +133,7 @@ class StepReferences:
         kinds = Optimizer if isinstance(value, Optimizer) else STEPPERS
         if isinstance(value, nn.Module):
             self.modules.append((name, value))
-        for attribute, item in held_by(value):
+        for attribute, item in list_held(value):
             if isinstance(item, kinds):
                 self._look_at_part(f"{name}.{attribute}", item)
         if isinstance(value, Optimizer):
@@ -156,7 +156,7 @@ class StepReferences:
         if objects <= 0 or id(value) in self._objects or package_of(type(value)) in NOT_THE_USERS:
             return
         self._objects[id(value)] = name, value
-        self._others_of(name, type(value))
+        self._record_tensors_of_class(name, type(value))
         table = attributes(value)
         for attribute, held in list(table.items()):
             if isinstance(held, torch.Tensor):
@@ -165,7 +165,7 @@ class StepReferences:
         if functions and callable(value) and isinstance(call := type(value).__call__, types.FunctionType):
             self._look_into_function(name, call, functions - 1)
 
-    def _others_of(self, name: str, cls: type) -> None:
+    def _record_tensors_of_class(self, name: str, cls: type) -> None:
         """Records the tensors that are attributes of a class itself."""
         self.others += [(f"{name}.{key}", held) for key, held in vars(cls).items() if isinstance(held, torch.Tensor)]
 
@@ -182,7 +182,7 @@ class StepReferences:
             names = {key: fn.__globals__[key] for key in globals_of(fn)}
             defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
             unnamed = (("a default argument", value) for value in defaults)
-            closed = list(closed_over(fn))
+            closed = list(variables_in_closure(fn))
             self._look_at_assigned(fn, closed, names)
             for found, value in (*closed, *names.items(), *unnamed):
                 self.look_at(found, value, functions)
@@ -200,7 +200,7 @@ class StepReferences:
                 self.places.append(TensorPlace(name, fn.__globals__, name))
 
 
-def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepReferences:
+def find_references(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepReferences:
     """The objects that `fn` uses by name, and those in the leaves of its arguments."""
     found = StepReferences()
     found.look_at("the step", fn, _FUNCTIONS + 1)
@@ -212,7 +212,7 @@ def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepRe
     return found
 
 
-def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
+def list_held(thing: Any) -> Iterator[tuple[str, Any]]:
     """The values of an object's attributes, with their names; of a list or tuple, its items."""
     for attribute, held in list(attributes(thing).items()):
         if type(held) not in (list, tuple):

@@ -9,8 +9,7 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._group.native_dtypes import bits
-from torchstrategy._group.workers import digest
+from torchstrategy._base.marks import digest_of
 
 
 def by_name(value: object) -> dict[str, str]:
@@ -110,7 +109,7 @@ def _printed(value: object) -> str:
     if isinstance(value, torch.Tensor):
         if value.numel() < _FEW:
             return _printed(value.tolist())
-        return f"{tuple(value.shape)} {digest(bits(value).cpu().numpy().tobytes()).hex()}"
+        return f"{tuple(value.shape)} {digest_of(value).hex()}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_printed, value))}]"
     if isinstance(value, dict):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy._base.errors import described
+from torchstrategy._base.marks import digest
 from torchstrategy._base.torch_internals import make_named_group, shared_store
 from torchstrategy._base.worker_threads import are_threads
 from torchstrategy._group.processes.bounded import NoAnswer, ask
@@ -23,7 +24,7 @@ from torchstrategy._group.processes.inherited import give_back, noting_sockets
 from torchstrategy._group.processes.lifelines import Lifelines
 from torchstrategy._group.processes.meeting import HAS_ENDED, USUAL_LIMIT, Meeting, name_of
 from torchstrategy._group.processes.threads import MeetingOfThreads
-from torchstrategy._group.workers import WorkerError, digest
+from torchstrategy._group.workers import WorkerError
 
 _LOOK_S = 0.05
 _dist: Any = dist  # where types do not say that it has stores

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torchstrategy._base.torch_internals import unflattened
+from torchstrategy._base.torch_internals import unflatten
 from torchstrategy._group.native_dtypes import from_addable
 from torchstrategy._group.processes.joining import leak
 from torchstrategy._group.processes.lifelines import Lifelines
@@ -78,4 +78,4 @@ _AT_ONCE.asyncOp = True
 
 def split_sum(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The parts of a sum that was made of several tensors in one, each with the dtype and shape of its own."""
-    return unflattened(from_addable(flat.to(like[0].device), like[0].dtype), like)
+    return unflatten(from_addable(flat.to(like[0].device), like[0].dtype), like)

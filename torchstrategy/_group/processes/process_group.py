@@ -19,16 +19,17 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy._base.errors import described
-from torchstrategy._base.memory import write_values
-from torchstrategy._base.torch_internals import unflattened
-from torchstrategy._group.native_dtypes import as_addable, bits, from_addable
+from torchstrategy._base.marks import digest
+from torchstrategy._base.memory import bits, flatten, write_values
+from torchstrategy._base.torch_internals import unflatten
+from torchstrategy._group.native_dtypes import as_addable, from_addable
 from torchstrategy._group.processes import comparisons, joining
 from torchstrategy._group.processes.blame import guess_lost, told_of_lost
 from torchstrategy._group.processes.inherited import give_back, noting_sockets
 from torchstrategy._group.processes.meeting import name_of
 from torchstrategy._group.processes.operations import Begin, Operation, begin_sum, end_groups, leave_groups, split_sum
 from torchstrategy._group.processes.wire import decode, encode
-from torchstrategy._group.workers import MENTIONED, WorkerError, Workers, digest, packs_of
+from torchstrategy._group.workers import MENTIONED, WorkerError, Workers, packs_of
 
 _PATIENCE_S = 3.0  # in which all workers that wait for others say that they have lost one
 _LOOK = timedelta(seconds=0.25)  # how long a worker waits before it looks whether another one is lost
@@ -244,7 +245,7 @@ class ProcessGroup(Workers):
             return
         for one, pack in zip(flat, packs, strict=True):
             with torch.no_grad():
-                for tensor, part in zip(pack, unflattened(one.view(pack[0].dtype), pack), strict=True):
+                for tensor, part in zip(pack, unflatten(one.view(pack[0].dtype), pack), strict=True):
                     write_values(tensor, part)
 
     def refuse(self, error: Exception, name: str) -> None:
@@ -478,5 +479,5 @@ class ProcessGroup(Workers):
 
     def _flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The elements of tensors of one dtype and device in one new tensor, of a dtype that backends add up."""
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        flat = flatten(map(torch.Tensor.detach, tensors))
         return self._sendable(as_addable(flat))

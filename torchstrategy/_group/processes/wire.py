@@ -30,8 +30,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from torchstrategy._base.errors import an, described
+from torchstrategy._base.memory import bits
 from torchstrategy._base.torch_internals import sparse_indices, sparse_values
-from torchstrategy._group.native_dtypes import bits
 
 _LENGTH = 8  # bytes of the length of the structure
 _WIDE = 2**63  # from which on numbers are written in hexadecimal, which Python reads whatever their length is

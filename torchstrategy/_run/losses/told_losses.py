@@ -15,7 +15,8 @@ from typing import Any, Final, final
 
 import torch
 
-from torchstrategy._group.workers import Workers, digest
+from torchstrategy._base.marks import digest
+from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.graph_nodes import is_scalar
 from torchstrategy._run.losses.loss_terms import DIVISOR, NUMBER, SELECTION, TARGETS, Scale
 from torchstrategy._run.losses.loss_weights import Fact, Reading, count_of, counts_alone, number_of

@@ -10,10 +10,10 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._base.memory import storage_of
-from torchstrategy._base.torch_internals import raw_grads, set_raw_grads, versions
+from torchstrategy._base.marks import sum_of_bits, version_of, versions_of
+from torchstrategy._base.memory import memory_id
+from torchstrategy._base.torch_internals import raw_grads, set_raw_grads
 from torchstrategy._group.workers import Workers
-from torchstrategy._run.own.parameter_values import checksum, sum_of_bits
 from torchstrategy._run.own.trained_tensors import TrainedTensors
 
 
@@ -21,8 +21,8 @@ from torchstrategy._run.own.trained_tensors import TrainedTensors
 # `parameter.grad = torch.autograd.grad(loss, parameter)[0]` makes a gradient of this worker's rows, and nobody is told.
 # So the library knows the objects that are gradients of the whole batch: those that an exchange has made, and those
 # that were there when the run began. Before anything is done with `.grad` that cannot be taken back, which is another
-# backward, an update, or the end of the run, each other object is compared by its checksum. If all workers have the
-# same numbers there, they are left as they are. Else they are weighed and added up.
+# backward, an update, or the end of the run, each other object is compared by the sum of its bits. If all workers have
+# the same numbers there, they are left as they are. Else they are weighed and added up.
 # What a step assigns may have the earlier gradient of the batch in it: `parameter.grad = parameter.grad + new`. The
 # weights of all workers add up to 1, so that the earlier one is in the weighted sum once, as it should be. They do not
 # where gradients are added up and not averaged, and nobody knows whether it is in there: then it is refused.
@@ -69,10 +69,7 @@ class AssignedGradients:
         gradients: Sequence[Any] = raw_grads(self._tensors.parameters)
         if not all(map(is_, gradients, map(_target, self._known))) and self.find():
             self.note(gradients)
-        try:
-            self._versions = versions(gradients)
-        except TypeError:  # some parameters have none
-            self._versions = list(map(_version_of, gradients))
+        self._versions = versions_of(gradients)
 
     def find_written(self, indices: Sequence[int] | None = None) -> list[int]:
         """The positions of parameters that have another gradient, or one that was written since the run began."""
@@ -81,8 +78,8 @@ class AssignedGradients:
         gradients = raw_grads([self._tensors.parameters[i] for i in looked_at])
         written = [
             i
-            for i, gradient in zip(looked_at, gradients, strict=True)
-            if gradient is not None and _version_of(gradient) != self._versions[i]
+            for i, gradient, version in zip(looked_at, gradients, versions_of(gradients), strict=True)
+            if gradient is not None and version != self._versions[i]
         ]
         return sorted({*found, *written})
 
@@ -117,21 +114,21 @@ class AssignedGradients:
         parameters = [self._tensors.parameters[i] for i in indices]
         found = [gradient for gradient in raw_grads(parameters) if gradient is not None]
         changed = self._find_changed(indices)
-        # To read a checksum from an accelerator, the host would wait for it.
+        # To read a sum from an accelerator, the host would wait for it.
         is_read = bool(changed) or any(gradient.is_cpu or gradient.is_sparse for gradient in found)
-        checksums = list(map(checksum, found)) if is_read else None
-        of_all = self._workers.all_gather_object((list(indices), checksums), point)
+        sums = _read_sums(found) if is_read else None
+        of_all = self._workers.all_gather_object((list(indices), sums), point)
         for w, (theirs, _) in enumerate(of_all):
             for i in set(theirs).symmetric_difference(indices):
                 raise RuntimeError(_UNLIKE.format(self._tensors.names()[i], self._workers.index, w, point))
-        checksums_of_all = [checksums for _, checksums in of_all]
-        if all(checksums is None for checksums in checksums_of_all):
+        sums_of_all = [theirs for _, theirs in of_all]
+        if all(theirs is None for theirs in sums_of_all):
             self._refuse_ambiguous(indices, total_weight)
             totals = self._add_up_unread(found, weight, point)
         else:
-            if None in checksums_of_all:  # some workers had to read theirs
-                checksums_of_all = self._workers.all_gather_object(list(map(checksum, found)), point)
-            differ = [k for k, column in enumerate(zip(*checksums_of_all, strict=True)) if len(set(column)) > 1]
+            if None in sums_of_all:  # some workers had to read theirs
+                sums_of_all = self._workers.all_gather_object(_read_sums(found), point)
+            differ = [k for k, column in enumerate(zip(*sums_of_all, strict=True)) if len(set(column)) > 1]
             for k in differ:
                 if indices[k] in changed:
                     raise RuntimeError(_CHANGED.format(self._tensors.names()[indices[k]], point))
@@ -140,20 +137,20 @@ class AssignedGradients:
         set_raw_grads(parameters, totals)
         for i, total in zip(indices, raw_grads(parameters), strict=True):
             assert total is not None
-            self._known[i], self._versions[i] = weakref.ref(total), _version_of(total)
+            self._known[i], self._versions[i] = weakref.ref(total), version_of(total)
 
     def _find_changed(self, indices: Sequence[int]) -> set[int]:
         """The positions of gradients that were written again after they were made those of this worker's rows."""
         gradients = raw_grads(self._tensors.parameters)
         # Gradients that were sent together are parts of one tensor, and count their writes together.
-        num_together = Counter(storage_of(gradient) for gradient in gradients if gradient is not None)
+        num_together = Counter(memory_id(gradient) for gradient in gradients if gradient is not None)
         changed = set()
         for i in indices:
             gradient = gradients[i]
             assert gradient is not None
             is_known = gradient is self._known[i]()
-            allowed = self._versions[i] + num_together[storage_of(gradient)] if is_known else 0
-            if _version_of(gradient) > allowed:
+            allowed = self._versions[i] + num_together[memory_id(gradient)] if is_known else 0
+            if version_of(gradient) > allowed:
                 changed.add(i)
         return changed
 
@@ -183,8 +180,9 @@ class AssignedGradients:
         return [torch.where(is_alike, gradient.detach(), total) for is_alike, gradient, total in rows]
 
 
-def _version_of(gradient: torch.Tensor | None) -> int:
-    return -1 if gradient is None else versions([gradient])[0]
+def _read_sums(gradients: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers by which workers see whether their gradients are alike."""
+    return [int(sum_of_bits(gradient)) for gradient in gradients]
 
 
 class _Gone:

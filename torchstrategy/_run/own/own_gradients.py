@@ -33,7 +33,7 @@ from torchstrategy._run.own.assigned_gradients import AssignedGradients
 from torchstrategy._run.own.counted_gradients import CountedGradients, Settled
 from torchstrategy._run.own.gradient_parts import add, all_laid_out, as_dense, refuse_graphs, with_gradients
 from torchstrategy._run.own.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, KnownPlans
-from torchstrategy._run.own.marks import Verdict
+from torchstrategy._run.own.mark_format import Verdict
 from torchstrategy._run.own.pack_memory import PackMemories, PackMemory
 from torchstrategy._run.own.sent_gradients import SentGradients
 from torchstrategy._run.own.trained_tensors import BufferLayout, TrainedTensors

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchstrategy._base.context import is_in_replica
 from torchstrategy._base.objects.attribute_contents import things_in
 from torchstrategy._base.objects.changes import are_same
-from torchstrategy._base.objects.module_traversal import computed_by_hooks, parts_of, plain_attributes
+from torchstrategy._base.objects.module_traversal import computed_by_hooks, modules_within, plain_attributes
 from torchstrategy._base.objects.proxies import is_torchs, parameters_of
 from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.torch_internals import run_by
@@ -64,12 +64,12 @@ class OwnObjects(Storage):
     """The objects of a scope, which the only replica of each worker uses as they are.
 
     Args:
-        layout: Where the replica is, and which processes train together.
+        placement: Where the replica is, and which processes train together.
     """
 
-    def __init__(self, layout: Placement) -> None:
-        super().__init__(layout)
-        self._workers = layout.workers
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement)
+        self._workers = placement.workers
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = weakref.WeakValueDictionary()
@@ -215,7 +215,7 @@ class OwnObjects(Storage):
     def _take_tensors(self) -> None:
         modules = self._parts()
         variables = [variable for variable in _alive(self._variables.values()) if variable.requires_grad]
-        tensors = TrainedTensors(modules, variables, self.layout.averages_buffers)
+        tensors = TrainedTensors(modules, variables, self.placement.averages_buffers)
         self.gradients.train(tensors)
         self._values.take(tensors)
         self._metrics = metrics_among(modules, self.devices, self._workers)
@@ -235,7 +235,7 @@ class OwnObjects(Storage):
 
     def _parts(self) -> list[nn.Module]:
         """The modules of the scope, with those that were put into them elsewhere."""
-        return parts_of(_alive(self._modules.values()))
+        return modules_within(_alive(self._modules.values()))
 
     def weigher_of_losses(self, weights: ReplicaWeights, step: str) -> LoneLossWeigher:
         """Weighs the backwards of the next run by what its losses were divided by."""

@@ -20,7 +20,8 @@ class PackMemory:
     """The memory of one pack: small gradients, then buffers, then numbers of which all workers get the sums.
 
     The gradients of a step are copied into it, and the sums out of it into the same gradients. That takes half of the
-    time in which new memory and a view for each sum could be made, and nobody has a view that the next step writes.
+    time in which `flatten` and `unflatten` make new memory and a view for each sum, and nobody has a view that the next
+    step writes.
 
     Args:
         pack: Which gradients and buffers it holds.

@@ -6,7 +6,6 @@ the same rows, and to draw the same random numbers. `fully_shard` averages gradi
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, final
@@ -15,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy._base.distributed_values import PerReplica
+from torchstrategy._base.marks import checksum
 from torchstrategy._base.torch_internals import is_distributed_tensor
 from torchstrategy._base.tree import tree_leaves
 from torchstrategy._base.types import Tree
-from torchstrategy._group.native_dtypes import bits
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.sharded_models import ShardedModels
 
@@ -101,7 +100,7 @@ class RowPeers:
         number = 0
         tensor = tensor.to_local() if is_distributed_tensor(tensor) else tensor
         if tensor.layout is torch.strided and (tensor.is_cpu or self._num_runs <= _FIRST_RUNS):
-            number = zlib.crc32(bits(tensor)[:_LOOKED_AT].cpu().numpy().tobytes())
+            number = checksum(tensor, most=_LOOKED_AT)
         return tuple(tensor.shape), str(tensor.dtype), number
 
     def _shown(self) -> str:

@@ -13,7 +13,7 @@ from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.counted_gradients import CountedGradients, Settled
 from torchstrategy._run.own.gradient_parts import as_sent, multiply, weigh, weighed
 from torchstrategy._run.own.gradient_plans import GradientPlan
-from torchstrategy._run.own.marks import MarkFormat, Verdict
+from torchstrategy._run.own.mark_format import MarkFormat, Verdict
 from torchstrategy._run.own.pack_memory import PackMemories, PackMemory
 from torchstrategy._run.own.trained_tensors import BufferLayout, TrainedTensors
 

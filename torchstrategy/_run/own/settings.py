@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from torchstrategy._base.torch_internals import versions
+from torchstrategy._base.marks import mark_of
 
 
 class _Known(NamedTuple):
@@ -69,7 +69,7 @@ def _seen(value: Any) -> Any:
         return value
     # NumPy may write on the memory of the CPU, which changes no version.
     is_counted = not value.is_cpu and not value.is_inference()
-    return (id(value), *versions([value])) if is_counted else object()
+    return mark_of(value) if is_counted else object()
 
 
 def _sorted(settings: dict[str, Any]) -> dict[str, Any]:

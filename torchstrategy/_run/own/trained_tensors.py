@@ -10,8 +10,11 @@ from typing import Any, NamedTuple, TypeGuard, final
 import torch
 from torch import nn
 
-from torchstrategy._base.objects.changes import UncountedWrites, are_same, write_value
-from torchstrategy._base.torch_internals import dtypes, forms, is_distributed_tensor, requires_grad_of, shapes, versions
+from torchstrategy._base.marks import version_of, versions_of
+from torchstrategy._base.memory import flatten
+from torchstrategy._base.objects.changes import are_same
+from torchstrategy._base.torch_internals import dtypes, forms, is_distributed_tensor, requires_grad_of, shapes
+from torchstrategy._base.writes import UncountedWrites, write_value
 from torchstrategy._run.module_tensors import is_running, writes_unseen
 from torchstrategy._run.own.sharded_models import ShardedModels
 
@@ -146,7 +149,7 @@ class TrainedTensors:
 
     def _is_as_before(self, buffer: torch.Tensor) -> bool:
         """Whether a sparse buffer was there when the workers last agreed about buffers, and was not written since."""
-        return self._versions_of_sparse.get(id(buffer)) == versions([buffer])
+        return self._versions_of_sparse.get(id(buffer)) == version_of(buffer)
 
     def layout(self) -> BufferLayout:
         """Which buffers there are."""
@@ -173,8 +176,8 @@ class TrainedTensors:
 
     def _take_values(self) -> None:
         there = self._present_buffers()
-        self._versions = versions(there)
-        self._versions_of_sparse = {id(buffer): versions([buffer]) for buffer in self._held if _is_sparse(buffer)}
+        self._versions = versions_of(there)
+        self._versions_of_sparse = {id(buffer): version_of(buffer) for buffer in self._held if _is_sparse(buffer)}
         # torch's kernels write running statistics and do not count it.
         self._uncounted = UncountedWrites(
             {i: buffer for i, buffer in enumerate(there) if buffer.is_floating_point()}, is_exact=True
@@ -220,7 +223,7 @@ class TrainedTensors:
     def _note_writes(self) -> bool:
         """Whether buffers were written since the last call."""
         has_sparse_writes = not all(map(self._is_as_before, filter(_is_sparse, self._held)))
-        before, self._versions = self._versions, versions(self._present_buffers())
+        before, self._versions = self._versions, versions_of(self._present_buffers())
         changed, unsure = self._uncounted.take(set())
         return bool(changed or unsure) or has_sparse_writes or self._versions != before
 
@@ -276,7 +279,4 @@ def _copies_of(values: dict[int, torch.Tensor]) -> list[_Copies]:
     groups: dict[object, dict[int, torch.Tensor]] = {}
     for i, value in values.items():
         groups.setdefault((value.dtype, value.device), {})[i] = value.detach()
-    return [
-        _Copies({i: v.shape for i, v in group.items()}, torch.cat([v.reshape(-1) for v in group.values()]))
-        for group in groups.values()
-    ]
+    return [_Copies({i: v.shape for i, v in group.items()}, flatten(group.values())) for group in groups.values()]

@@ -19,7 +19,7 @@ import torch
 
 from torchstrategy._base.context import is_accelerator
 from torchstrategy._base.types import Device, GeneratorLike
-from torchstrategy._copies.references.step_references import references_of
+from torchstrategy._copies.references.step_references import find_references
 from torchstrategy._copies.run_warnings import shared_tensors
 from torchstrategy._group.random_streams import generators_of
 from torchstrategy.testing._same_as_plain.held import held_by
@@ -66,7 +66,7 @@ class Sources:
         held = {id(value): (name, value) for function in functions for name, value in held_by(function)}
         found = (_of_the_step(name, value) for name, value in held.values() if value is not torch.default_generator)
         self.all += [source for source in found if source is not None]
-        reached = (pair for fn in functions for pair in shared_tensors(references_of(fn), (), ()))
+        reached = (pair for fn in functions for pair in shared_tensors(find_references(fn), (), ()))
         tensors = {id(tensor): (name, tensor) for name, tensor in reached if _is_plain(tensor)}
         self.all += [_of_tensor(f"`{name}`", tensor) for name, tensor in tensors.values()]
 

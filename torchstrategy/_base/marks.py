@@ -1,0 +1,179 @@
+"""Whether a tensor was written, and whether two tensors hold the same numbers: the one way to ask each.
+
+*Was it written?* Torch counts the writes on a tensor in its version. A version by itself says nothing: whoever wants to
+know looks twice, and compares. `Versions` does so for some tensors, `version_of` and `mark_of` for one, and a `Look`
+for tensors that may also have moved to other memory through `.data`. Writes that torch does not count, `writes` finds.
+
+*Are the numbers the same?* Two processes cannot compare tensors without sending them, and nobody should read all of a
+model at each step. So numbers are compared by fingerprints; see Note [Three fingerprints].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from operator import sub
+from typing import Any, NamedTuple, final
+
+import torch
+
+from torchstrategy._base.memory import bits
+from torchstrategy._base.torch_internals import dtypes, pointers, readings, shapes, version, versions
+
+# Was it written?
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place, as torch counts it; 0 for an inference tensor, which does not count."""
+    try:
+        return version(tensor)
+    except RuntimeError:
+        if tensor.is_inference():
+            return 0
+        raise
+
+
+def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """The versions of some tensors; -1 in the place of None."""
+    there: Any = tensors
+    try:
+        return versions(there)
+    except TypeError:  # one of them is None
+        return [-1 if tensor is None else version_of(tensor) for tensor in tensors]
+
+
+def mark_of(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """What differs once a tensor was written, or another one is in its place, for as long as somebody keeps it."""
+    return id(tensor), -1 if tensor is None else version_of(tensor)
+
+
+@final
+class Versions:
+    """The versions of some tensors at the moment when this was made, or when they were last taken again.
+
+    Args:
+        tensors: The tensors. If the caller puts another tensor into this list, that one's version is looked at.
+    """
+
+    __slots__ = ("_known", "tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._known = versions(tensors)
+
+    def take(self) -> None:
+        """Looks again: what was written until now does not count as written any more."""
+        self._known = versions(self.tensors)
+
+    def have_changed(self) -> bool:
+        """Whether torch has counted a write on any of the tensors since."""
+        return versions(self.tensors) != self._known
+
+    def written(self) -> list[int]:
+        """The positions of the tensors on which torch has counted a write since."""
+        return differing((versions(self.tensors),), (self._known,))
+
+    def num_writes(self) -> list[int]:
+        """How many writes torch has counted on each tensor since."""
+        return list(map(sub, versions(self.tensors), self._known))
+
+
+class Look(NamedTuple):
+    """What a later look at some tensors is compared with, to tell whether they were written, or have moved."""
+
+    versions: list[int]
+    pointers: list[int]  # their addresses
+    layouts: list[list[object]]  # lists that say how each reads its memory: its dtype, shape and strides, for example
+
+
+def look_at(tensors: Sequence[torch.Tensor]) -> Look:
+    """Looks at some tensors."""
+    layouts: list[list[object]] = [[*dtypes(tensors)], [*shapes(tensors)], *readings(tensors)]
+    return Look(versions(tensors), pointers(tensors), layouts)
+
+
+def differing(columns: tuple[Sequence[object], ...], others: tuple[Sequence[object], ...]) -> list[int]:
+    """The positions at which some lists, which say each something else of the same things, differ from earlier ones."""
+    if columns == others:  # mostly; it needs no Python call for each position
+        return []
+    rows, known = list(zip(*columns, strict=True)), list(zip(*others, strict=False))
+    return [index for index, row in enumerate(rows) if index >= len(known) or row != known[index]]
+
+
+# Are the numbers the same?
+
+
+# Note [Three fingerprints]
+# No one fingerprint serves all, so there are three, which differ in what they cost and in what they see:
+# - `sum_of_bits` is computed where the tensor is, so that the host need not wait for an accelerator. A sum is the same
+#   for the same numbers in another order. It is for gradients, which are compared at many steps.
+# - `checksum` sees the order. The host reads the numbers, or only the first of them, in microseconds. It is for what is
+#   looked at again and again, where a case that is missed once shows at another look.
+# - `digest` sees the order, and has so many bits that no two values ever have the same one. It is for a refusal that
+#   names a tensor, and for the texts and states that workers compare.
+# To see in one process whether memory was written, nothing has to be sent, and no change may be missed: there, `writes`
+# keeps small tensors themselves, and the sums of columns of large ones. The gradient that a step was shown is compared
+# by a sample of it (`replica_gradients`): most steps do not touch it, and those that do change all of it.
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the numbers of a tensor as if their bits were integers, where the tensor is.
+
+    See Note [Three fingerprints].
+    """
+    numbers = tensor.detach()
+    if numbers.is_sparse:
+        numbers = numbers.coalesce().values()  # the zeros between them add nothing
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers)
+    return numbers.contiguous().view(_INTEGERS[numbers.element_size()]).sum(dtype=torch.int64)
+
+
+def checksum(tensor: torch.Tensor, most: int | None = None, before: int = 0) -> int:
+    """32 bits of the elements of a dense tensor, in their order. See Note [Three fingerprints].
+
+    Args:
+        tensor: The tensor. If it is on an accelerator, the host waits for it.
+        most: How many bytes are looked at, at most. None: all.
+        before: The checksum of what comes before.
+    """
+    return zlib.crc32(bits(tensor)[:most].cpu().numpy().data, before)
+
+
+# NumPy knows these, and it takes half as long to get an array of one as to get the bytes of a tensor.
+_KNOWN_TO_NUMPY = (torch.float16, torch.float32, torch.float64)
+
+
+def checksum_of_slice(tensor: torch.Tensor, begin: int, end: int) -> int:
+    """The checksum of some elements of a contiguous tensor in the CPU's memory. Each backward takes one."""
+    # A sum, by torch or by NumPy, takes three times as long here: its code is in no cache of the processor.
+    if tensor.dtype in _KNOWN_TO_NUMPY:
+        return zlib.crc32(tensor.detach().numpy().reshape(-1)[begin:end].data)
+    return checksum(tensor.detach().view(-1)[begin:end])
+
+
+def digest(data: bytes) -> bytes:
+    """Eight bytes by which workers compare what they have. See Note [Three fingerprints]."""
+    return hashlib.blake2b(data, digest_size=8).digest()
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """The digest of the elements of a tensor of any layout, in their order; the host waits for an accelerator."""
+    return digest(b"".join(bits(part).cpu().numpy().tobytes() for part in _dense_parts(tensor)))
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that make up a tensor: of a sparse one its indices and values."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
