@@ -31,7 +31,9 @@ class Cost(NamedTuple):
     bytes: int  # that go between the device and its memory
     at_peak: float  # the seconds that its arithmetic would take at the peak of its dtype
     launches: int = 1  # how many kernels it is
-    layout: float = 0.0  # the part of the seconds that transposes images, which those in channels-last order do not need
+    layout: float = (
+        0.0  # the part of the seconds that transposes images, which those in channels-last order do not need
+    )
 
 
 # How a matrix product is divided: rows and columns of a tile, and how well a multiprocessor is used by such tiles.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
@@ -119,6 +120,20 @@ def without(one: list[Interval], other: list[Interval]) -> Iterator[Interval]:
     """The time that is in the first of two lists that `united` made, and not in the second."""
     edges = [-math.inf, *(edge for interval in other for edge in interval), math.inf]
     return common(one, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def during(start: float, end: float, intervals: list[Interval]) -> list[Interval]:
+    """What is in one interval of a list that `united` made."""
+    found: list[Interval] = []
+    for i in range(bisect_right(intervals, start, key=_end_of), len(intervals)):
+        if intervals[i][0] >= end:
+            break
+        found.append((max(start, intervals[i][0]), min(end, intervals[i][1])))
+    return found
+
+
+def _end_of(interval: Interval) -> float:
+    return interval[1]
 
 
 def length(intervals: Iterable[Interval]) -> float:
