@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from pathlib import Path
-from types import CodeType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -204,7 +205,7 @@ class Call(NamedTuple):
     """Who calls an operator."""
 
     line: str  # the innermost line that is neither torch's nor this package's: `train.py:12`, or nothing
-    function: str  # the function that this line is in: `Net.forward`; nothing at the top of a file
+    function: str  # the function that this line is in, as Python names it: `<module>` at the top of a file
     way: str  # the first part of torch that is called on the way from there, of those in `_PARTS`, or nothing
 
 
@@ -217,6 +218,7 @@ _PARTS = (
     ("/torch/nn/", "module"),
     ("/torch/distributed/", "distributed"),
 )
+_name_of: Callable[[Any], str] = attrgetter("co_qualname" if sys.version_info >= (3, 11) else "co_name")
 
 
 def users_call() -> Call:
@@ -224,23 +226,26 @@ def users_call() -> Call:
     frame, way = inspect.currentframe(), ""
     while frame is not None:  # at each operator: a line number is computed where it is asked for
         code = frame.f_code
-        name, part = _known_file(code.co_filename)
+        name, part = _files[code.co_filename]
         if name:
-            return Call(f"{name}:{frame.f_lineno}", _name_of_function(code), way)
-        way = part or way  # the last one that is seen is the first that is called
+            return Call(f"{name}:{frame.f_lineno}", _name_of(code), way)
+        if part:
+            way = part  # the last one that is seen is the first that is called
         frame = frame.f_back
     return Call("", "", way)
 
 
-@functools.cache
-def _known_file(file: str) -> tuple[str, str]:
-    """The name of a file of the user's; or else nothing, and the part of torch that it is in, if that matters."""
-    if not file.startswith((_PACKAGE, _CONTEXTS, "<")) and "/torch/" not in file:
-        return name_of_file(file), ""
-    return "", next((part for place, part in _PARTS if place in file), "")
+@final
+class _Files(dict[str, tuple[str, str]]):
+    """The name of each file of the user's; of others nothing, and the part of torch that it is in, if that matters."""
+
+    def __missing__(self, file: str) -> tuple[str, str]:
+        if not file.startswith((_PACKAGE, _CONTEXTS, "<")) and "/torch/" not in file:
+            known = name_of_file(file), ""
+        else:
+            known = "", next((part for place, part in _PARTS if place in file), "")
+        self[file] = known
+        return known
 
 
-@functools.cache
-def _name_of_function(code: CodeType) -> str:
-    name = str(getattr(code, "co_qualname", code.co_name)).rpartition("<locals>.")[2]
-    return "" if name == "<module>" else name
+_files = _Files()

@@ -22,6 +22,8 @@ from torchstrategy.testing._virtual_time.replay import played
 from torchstrategy.testing._virtual_time.spans import Span
 
 _MOST = 5
+_LEAST_STEPS = 3
+_MOST_ACTS = 300_000
 _LEAST_GAIN = 0.02  # the part of a step below which a change is not worth a line
 _READ = "aten._local_scalar_dense"
 _MIB = 2**20
@@ -47,9 +49,11 @@ class _Change(NamedTuple):
 
 def advice(acts: Sequence[Act], profile: DeviceProfile) -> list[Advice]:
     """At most five, the one that gains most first. Empty if the program made less than three steps."""
-    ends = sum(isinstance(act, StepEnds) for act in acts)
-    if ends < 3:
+    ends = [i for i, act in enumerate(acts) if isinstance(act, StepEnds)]
+    if len(ends) < _LEAST_STEPS:
         return []
+    # The first steps say it as well as all of them, and are played in a moment.
+    acts = acts[: max(ends[_LEAST_STEPS - 1], *(end for end in ends if end < _MOST_ACTS), 0) + 1]
     before = _step(acts, profile)
     found = [Advice(change.write, before, _step(change.acts, profile)) for change in _changes(acts, profile)]
     found = [one for one in found if one.after < before * (1 - _LEAST_GAIN)]
@@ -112,29 +116,23 @@ def _is_read(act: Act) -> bool:
 
 def _fused(acts: Sequence[Act]) -> _Change | None:
     """What an optimizer computes in a step is one operator on all of its tensors."""
-    changed: list[Act] = []
-    open_: dict[str, list[Act]] = {}  # by host: what it has done since its optimizer began
-    is_changed = False
-    for act in acts:
-        host = getattr(act, "host", "")
-        if isinstance(act, Optimizes) and act.begins:
-            open_[host] = []
-        elif isinstance(act, Optimizes):
-            since = open_.pop(host, [])
-            spans = [span for span in since if isinstance(span, Span) and span.kind == "compute"]
-            if act.fused is None or not spans:
-                changed += since
-                continue
-            seconds, launches = act.fused
-            one = spans[0]
-            launch = min(span.launch for span in spans) * (1 + (launches - 1) / 2)
-            changed += [other for other in since if other not in spans]
-            changed.append(one._replace(end=one.start + seconds, launch=launch))
-            is_changed = True
-        else:
-            open_.get(host, changed).append(act)
-    changed += [act for since in open_.values() for act in since]
-    return _Change("a fused optimizer (fused=True)", changed) if is_changed else None
+    mine: dict[str, list[int]] = {}  # by host: the places of what it computes, since its optimizer began a step
+    gone: set[int] = set()
+    fused: dict[int, Span] = {}  # by place
+    for i, act in enumerate(acts):
+        if isinstance(act, Span) and act.kind == "compute" and act.host in mine:
+            mine[act.host].append(i)
+        elif isinstance(act, Optimizes) and act.begins:
+            mine[act.host] = []
+        elif isinstance(act, Optimizes) and (places := mine.pop(act.host, [])) and act.fused is not None:
+            spans = [span for span in (acts[place] for place in places) if isinstance(span, Span)]
+            if len({span.stream for span in spans}) == 1:  # else it works on several devices
+                seconds, launches = act.fused
+                launch = min(span.launch for span in spans) * (1 + (launches - 1) / 2)
+                gone.update(places)
+                fused[places[0]] = spans[0]._replace(end=spans[0].start + seconds, launch=launch)
+    changed = [fused.get(i, act) for i, act in enumerate(acts) if i in fused or i not in gone]
+    return _Change("a fused optimizer (fused=True)", changed) if fused else None
 
 
 def _channels_last(acts: Sequence[Act], profile: DeviceProfile) -> _Change | None:

@@ -335,12 +335,24 @@ class Clock(Listener):
             if engine is not None:
                 self._free[engine] = end
             lane = engine[1] if engine is not None else self._lanes.get(stream) or self._lane(stream)
-            kind, name, _, size, flops, at_peak, layout = task
             line, function, way = users_call()
-            phase = self._phase(way)
             span = Span(
-                *(stream[0], lane, kind, name, start, end, size, flops, at_peak),
-                *(line, function, phase, host.name, stream, launch, layout),
+                stream[0],
+                lane,
+                task.kind,
+                task.name,
+                start,
+                end,
+                task.bytes,
+                task.flops,
+                task.at_peak,
+                line,
+                function,
+                self._phase(way),
+                host.name,
+                stream,
+                launch,
+                task.layout,
             )
             self.spans.append(span)
             self.acts.append(span)

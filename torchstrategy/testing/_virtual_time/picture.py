@@ -6,7 +6,6 @@ The picture follows the reader's choice of light or dark. On a narrow screen its
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -107,8 +106,8 @@ class _Bar:
     name: str = ""
     function: str = ""  # of the program
     count: int = 1
-    names: Counter[str] = field(default_factory=Counter)  # the seconds of each, if it is several
-    functions: Counter[str] = field(default_factory=Counter)
+    names: dict[str, float] = field(default_factory=dict)  # the seconds of each, if it is several
+    functions: dict[str, float] = field(default_factory=dict)
 
     def take(self, other: _Bar) -> None:
         """Becomes one with the bar that comes next."""
@@ -118,24 +117,35 @@ class _Bar:
         self.end, self.count = max(self.end, other.end), self.count + 1
 
     def _count(self, other: _Bar) -> None:
-        self.names[other.name] += other.end - other.start  # type: ignore[assignment]
-        self.functions[other.function] += other.end - other.start  # type: ignore[assignment]
+        for known, name in ((self.names, other.name), (self.functions, other.function)):
+            known[name] = known.get(name, 0.0) + other.end - other.start
 
     def title(self) -> str:
         """The text, or the names of what it is, those that take longest first."""
         if self.count == 1:
             return self.text
-        names = [name for name, _ in self.names.most_common(_NAMES) if name]
-        more = f" and {len(self.names) - _NAMES} others" if len(self.names) > _NAMES else ""
-        function = self.longest_function()
-        return f"{self.count} in a row: {', '.join(names)}{more}{f', in {function}' if function else ''}"
+        names = _longest_first(self.names)
+        more = f" and {len(names) - _NAMES} others" if len(names) > _NAMES else ""
+        function = self._users_function()
+        together = f"{self.count} in a row, {in_words(self.seconds())} together"
+        return f"{together}: {', '.join(names[:_NAMES])}{more}{f', in {function}' if function else ''}"
 
     def label(self) -> str:
         """What is written on it, if there is room."""
-        return self.name if self.count == 1 else self.longest_function() or self.names.most_common(1)[0][0]
+        if self.kind == "idle":
+            return f"idle {in_words(self.seconds())}"
+        return self.name if self.count == 1 else self._users_function() or _longest_first(self.names)[0]
 
-    def longest_function(self) -> str:
-        return self.functions.most_common(1)[0][0] if self.functions else self.function
+    def seconds(self) -> float:
+        return self.end - self.start if self.count == 1 else sum(self.names.values())
+
+    def _users_function(self) -> str:
+        """In which it is, or most of it."""
+        return _longest_first(self.functions)[0] if self.functions else self.function
+
+
+def _longest_first(seconds: dict[str, float]) -> list[str]:
+    return sorted(seconds, key=lambda name: -seconds[name])
 
 
 def picture(timeline: Timeline) -> str:
@@ -172,11 +182,7 @@ def _lanes(timeline: Timeline) -> Iterator[tuple[str, list[_Bar]]]:
         idle = timeline.idle(device)
         share = sum(end - start for start, end in idle) / max(timeline.seconds, 1e-12)
         name = f"sim:{device} is idle for {share:.0%} of the time"
-        words = [in_words(end - start) for start, end in idle]
-        yield (
-            name,
-            [_Bar(*gap, "idle", f"idle, {text}", f"idle {text}") for gap, text in zip(idle, words, strict=True)],
-        )
+        yield name, [_Bar(start, end, "idle", f"idle, {in_words(end - start)}", "idle") for start, end in idle]
     idle_by_host = timeline.idle_by_host()
     is_training = timeline.is_training
     for name, things in timeline.lanes():
@@ -198,7 +204,7 @@ def _bars(
         yield _Bar(thing.start, thing.end, "cpu", text, thing.name)
         return
     kind = thing.phase if is_training and thing.kind == "compute" else thing.kind
-    yield _Bar(thing.start, thing.end, kind, text, thing.name, thing.function)
+    yield _Bar(thing.start, thing.end, kind, text, thing.name, thing.users_function)
 
 
 def _hover(name: str, seconds: float, where: str, size: int | None = None) -> str:

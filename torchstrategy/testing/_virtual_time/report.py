@@ -13,6 +13,7 @@ from torchstrategy.testing._virtual_time.timeline import Timeline, Wait
 
 HEAD = "Figures of a model, +-30 %; not measured."
 _WAITS = 5
+_MATTERS = 0.005  # the part of the time that a device has to be idle, so that a wait is worth another line
 _ALL, _NONE = 0.995, 5e-8  # from which part on it is said to be all, and until which seconds to be none
 
 
@@ -36,7 +37,8 @@ def _waits(timeline: Timeline) -> list[str]:
     lines = [f"  the program waits {in_words(total)}{_together(timeline)}, {_of_it(total, idle)}:"]
     for wait in waits[:_WAITS]:
         if wait.seconds:
-            lines += [f"    {_described(wait)}", *(f"      {advice}" for advice in _advice(wait.why))]
+            matters = wait.idle > _MATTERS * timeline.seconds
+            lines += [f"    {_described(wait)}", *(f"      {words}" for words in _advice(wait.why) if matters)]
     if more := len([wait for wait in waits[_WAITS:] if wait.seconds]):
         lines.append(f"    and in {plural(more, 'other place')}")
     return lines

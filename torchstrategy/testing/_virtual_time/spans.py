@@ -27,7 +27,7 @@ class Span(NamedTuple):
     flops: int
     at_peak: float  # the seconds that its arithmetic would take at the peak of its dtype
     where: str  # the line of the program
-    function: str  # of the program, in which that line is: `Net.forward`; nothing at the top of a file
+    function: str  # of the program, in which that line is, as Python names it
     phase: Phase  # forward is whatever is neither backward nor the optimizer's
     host: str  # who asked for it: `"host"`, `"rank 1"`; nothing if several did
     stream: Stream | None = None  # on which it was put; None: on none
@@ -38,6 +38,12 @@ class Span(NamedTuple):
     def seconds(self) -> float:
         """How long it takes."""
         return self.end - self.start
+
+    @property
+    def users_function(self) -> str:
+        """The name of the function: `Net.forward`; nothing at the top of a file."""
+        name = self.function.rpartition("<locals>.")[2]
+        return "" if name == "<module>" else name
 
 
 class TimedCopy(NamedTuple):
