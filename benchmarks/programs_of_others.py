@@ -90,6 +90,13 @@ def text_of(words: int, lines: int) -> str:
     return "".join(" ".join(chance.choices(known, k=12)) + "\n" for _ in range(lines))
 
 
+def train_txt(clone: Path) -> None:
+    """A file of words."""
+    there = clone / "tutorials" / "02-intermediate" / "language_model" / "data"
+    there.mkdir(parents=True, exist_ok=True)
+    (there / "train.txt").write_text(text_of(50, 200))
+
+
 def wikitext(clone: Path) -> None:
     """Three files of words."""
     there = clone / "word_language_model" / "data" / "wikitext-2"
@@ -139,6 +146,8 @@ _WORDS = ["--epochs", "1", "--dropout", "0", "--emsize", "32", "--nhid", "32", "
 _DCGAN = ["--dataset", "fake", "--niter", "1", "--batchSize", "8", "--workers", "0", "--manualSeed", "1"]
 _PPO = ["--total-timesteps", "256", "--num-steps", "32", "--num-envs", "2"]
 _DQN = ["--total-timesteps", "300", "--learning-starts", "100", "--buffer-size", "500", "--batch-size", "16"]
+_GANS = ["aae", "acgan", "began", "bgan", "dcgan", "dragan", "ebgan", "gan", "infogan", "lsgan", "relativistic_gan"]
+_GANS += ["sgan", "softmax_gan", "wgan", "wgan_div", "wgan_gp"]
 _SPAWNED = "Processes that share memory of a GPU are not simulated: start them as ranks, with --ranks."
 _HYDRA = "Hydra may start once in a process, and all ranks are in one: call the function below `hydra.main`."
 
@@ -150,6 +159,15 @@ def _mnist(folder: str, *arguments: str, accel: Sequence[str] = (), **more: Any)
 
 def _distributed(folder: str, file: str, *arguments: str, ranks: int = 2, **more: Any) -> Program:
     return Program(_EXAMPLES, file, arguments, f"distributed/{folder}", ranks=ranks, devices=max(ranks, 2), **more)
+
+
+def _tutorial(folder: str, steps: int = 0, data: Callable[[Path], None] = digits) -> Program:
+    return Program("yunjey/pytorch-tutorial", "main.py", (), f"tutorials/{folder}", (), steps=steps, data=data)
+
+
+def _gan(name: str) -> Program:
+    both = ["--n_epochs", "1", "--batch_size", "64"]
+    return Program("eriklindernoren/PyTorch-GAN", f"{name}.py", both, f"implementations/{name}", both, data=digits)
 
 
 PROGRAMS = [
@@ -226,4 +244,13 @@ PROGRAMS = [
         data=images_and_masks,
         steps=2,
     ),
+    _tutorial("01-basics/feedforward_neural_network"),
+    _tutorial("01-basics/logistic_regression"),
+    _tutorial("02-intermediate/convolutional_neural_network", steps=4),
+    _tutorial("02-intermediate/recurrent_neural_network"),
+    _tutorial("02-intermediate/bidirectional_recurrent_neural_network"),
+    _tutorial("02-intermediate/language_model", steps=3, data=train_txt),
+    _tutorial("03-advanced/generative_adversarial_network", steps=6),
+    _tutorial("03-advanced/variational_autoencoder", steps=6),
+    *map(_gan, _GANS),
 ]

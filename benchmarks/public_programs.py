@@ -36,7 +36,7 @@ SECONDS = 55  # that a program may take
 TOLERANCE = 2e-3  # of numbers that programs print with a few digits
 NUMBER = r"-?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
 SAID = re.compile(
-    rf"(?i)\b(loss\w*|ppl|perplexity|accuracy|acc@?\d*|mse|average loss|\w*return)\b[^-\d\n]{{0,12}}({NUMBER})"
+    rf"(?i)\b(loss\w*|ppl|perplexity|accuracy|acc@?\d*|mse|average loss|\w*return)\b[^-\d\n]{{0,12}}?({NUMBER})"
 )
 TO_DO = {
     "ModuleNotFoundError": "Install it.",
@@ -111,6 +111,8 @@ def result_of(program: Program, folder: Path) -> dict[str, Any]:
         found = json.loads(report.read_text()) if report.exists() else {}
         result = {"status": status, "numbers": numbers(out), "error": error_in(errors), **picked(found)}
         result["commit"] = commit(folder / program.clone)
+        source = (there / program.file).read_text(errors="replace")
+        result["has_no_seed"] = "np.random." in source and "seed(" not in source
         if program.on_cpu is not None and not status:
             plain = ["-c", PLAIN, str(program.steps or 0), str(notes), program.file, *program.on_cpu]
             status, out, errors = run(plain, there, program, folder)
@@ -208,6 +210,8 @@ def compared(program: Program, result: Mapping[str, Any]) -> str:
     same = sum(is_same(*pair) for pair in pairs)
     if same == len(pairs):
         return f"equal ({same})"
+    if result["has_no_seed"]:
+        return f"{same} of {len(pairs)}: it draws with NumPy, and sets no seed"
     why = f": `{'`, `'.join(cpu['drawn'])}` draw others on a GPU" if cpu["drawn"] else ""
     return f"{same} of {len(pairs)}{why}"
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchstrategy.testing import DeviceProfile, VirtualTrace, run_ranks, simulated_devices, virtual_time
+from torchstrategy.testing import DeviceProfile, VirtualTrace, run_ranks, simulated_devices, step, virtual_time
 from torchstrategy.testing._virtual_time.replay import played
 
 SIM = simulated_devices()
@@ -81,12 +81,12 @@ def test_streams_events_devices_and_ranks_are_played_again() -> None:
             (x.cpu() + 1).to(SIM[2]).to(SIM[3])
             while not event.query():
                 pass
-            torch.optim.SGD([nn.Parameter(x)], lr=0.1).step()
+            step()
 
     with virtual_time(H100) as trace:
         run_ranks(main, 2)
         torch.ones(3, device=SIM[0]).sum().item()
-        torch.optim.SGD([nn.Parameter(torch.ones(3, device=SIM[0]))], lr=0.1).step()
+        step()
     assert len(trace._clock.ends) > 2
     assert played(trace._clock.acts, H100) == pytest.approx(trace._clock.ends, rel=1e-12)
 
@@ -107,8 +107,7 @@ def test_a_copy_that_need_not_block_is_told_from_one_that_is_not_pinned() -> Non
 
 def test_a_number_that_is_not_read_is_predicted() -> None:
     trace = train(pinned=True, fused=True)
-    # The copy of the number stays: it takes a launch, and the engine that copies out.
-    assert advised(trace)["no .item"] == pytest.approx(step_of(train(pinned=True, fused=True, reads=False)), rel=0.06)
+    assert advised(trace)["no .item"] == pytest.approx(step_of(train(pinned=True, fused=True, reads=False)), rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,7 @@ def test_a_report_ends_with_what_is_faster_and_both_figures() -> None:
     found = trace._advice()
     lines = trace.report().splitlines()
     assert [one.after for one in found] == sorted(one.after for one in found) and 1 < len(found) <= 5
-    assert all(one.before == pytest.approx(step_of(trace)) and one.after < 0.98 * one.before for one in found)
+    assert all(one.before == pytest.approx(step_of(trace)) and one.after < 0.99 * one.before for one in found)
     assert lines[-len(found) - 1] == "Predicted to be faster"
     assert lines[-len(found)].startswith("  pinned memory and non_blocking=True (test_virtual_advice.py:")
     assert lines[-1].endswith(" us a step") and " -> " in lines[-1]

@@ -236,9 +236,11 @@ def test_what_is_called_from_an_optimizer_and_in_backward_is_told_apart() -> Non
         (weight * 2).sum().backward()
         handle.remove()
         weight.detach().cos()
-    phases = {span.name: span.phase for span in trace._clock.spans}
-    assert phases["cos"] == phases["sum"] == "forward"
-    assert phases["_foreach_norm"] == phases["_foreach_zero_"] == phases["_foreach_add_"] == "optimizer"
+    phases = {(span.name, span.phase) for span in trace._clock.spans}
+    assert ("cos", "forward") in phases and ("sum", "forward") in phases and ("mul", "backward") in phases
+    by_optimizer = {name for name, phase in phases if phase == "optimizer"}
+    assert {"zero_"} <= by_optimizer and any("norm" in name for name in by_optimizer)
+    assert any("add_" in name for name in by_optimizer), by_optimizer
 
 
 # Pictures and files
@@ -264,12 +266,11 @@ def test_the_first_lane_of_a_picture_is_when_the_gpu_is_idle(trained: VirtualTra
     assert width == pytest.approx(share * (960 - 2 * 16), rel=0.1)
 
 
-def test_a_picture_has_the_steps_and_names_on_its_bars(trained: VirtualTrace, tmp_path: Path) -> None:
+def test_a_picture_has_the_steps_and_says_on_its_bars_how_long_the_gpu_is_idle(
+    trained: VirtualTrace, tmp_path: Path
+) -> None:
     picture = drawn(trained, tmp_path)
     assert {"set-up and step 1", "step 2", "step 3", "step 4"} <= set(texts(picture))
-    titles = [title for bar in picture.iter(f"{SVG}rect") if (title := bar.findtext(f"{SVG}title"))]
-    rows = [title for title in titles if "in a row" in title]
-    assert rows and all(re.match(r"\d+ in a row, [\d.]+ (us|ms) together: \w", row) for row in rows)
     labels = [text for text in picture.iter(f"{SVG}text") if text.get("class") == "in"]
     assert any((label.text or "").startswith("idle ") for label in labels)
 

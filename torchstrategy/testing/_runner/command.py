@@ -70,13 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings=run.findings,
     )
     is_written = output.write(f"\n{report}\n")
+    numbers = report.as_json() if options.json or before is not None else {}
     if before is not None:
-        is_written = (
-            output.write("\n".join([*differences(before, report.as_json(), options.compare), ""])) and is_written
-        )
+        is_written = output.write("\n".join([*differences(before, numbers, options.compare), ""])) and is_written
     try:
         if options.json:
-            (folder / options.json).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+            (folder / options.json).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
         if run.prediction is not None and options.trace:
             run.prediction.save(folder / options.trace)
     except OSError as error:
@@ -126,6 +125,16 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="what torch.compile does in place of inductor, which writes kernels for a GPU; default: aot_eager",
     )
     parser.add_argument("--stop-after", type=_positive, metavar="N", help="end it after N steps of an optimizer")
+    _add_rest(parser)
+    options = parser.parse_args(arguments)
+    for option in ("shapes_only", "trace"):
+        if getattr(options, option) and options.profile is None:
+            parser.error(f"--{option.replace('_', '-')} needs --profile, the GPU whose times are predicted")
+    return options
+
+
+def _add_rest(parser: argparse.ArgumentParser) -> None:
+    """The options about what comes of the report, and the program."""
     parser.add_argument("--strict", action="store_true", help="exit with 1 if streams race, or lints find something")
     parser.add_argument("--json", metavar="FILE", help="write the numbers of the report there, too")
     parser.add_argument(
@@ -134,11 +143,6 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
     parser.add_argument("program", help="a script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the program finds in sys.argv")
-    options = parser.parse_args(arguments)
-    for option in ("shapes_only", "trace"):
-        if getattr(options, option) and options.profile is None:
-            parser.error(f"--{option.replace('_', '-')} needs --profile, the GPU whose times are predicted")
-    return options
 
 
 def _positive(text: str) -> int:

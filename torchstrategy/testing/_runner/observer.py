@@ -80,7 +80,7 @@ class Observer(TorchDispatchMode):
         self.seen.synchronizations[why, line_of_the_user()] += 1
 
     def stepped(self, rank: int, steps: int) -> None:
-        """Counts the steps of the rank that made most, and ends the program, or the rank, after enough of them."""
+        """Counts the steps of the thread that made most, and ends the thread's program after enough of them."""
         if steps > self.seen.steps:
             self.seen.steps = steps
             self._progress(steps)
@@ -114,7 +114,7 @@ def observing(observer: Observer) -> Iterator[None]:
     ]
     values = [(owner, name, _counted(getattr(owner, name), observer, why)) for owner, name, why in places]
     values.append(starting_in(observer))
-    with following_steps(observer.stepped), replacing(values):
+    with following_steps(observer.stepped, of_each_thread=True), replacing(values):
         yield
 
 

@@ -24,7 +24,7 @@ from torchstrategy.testing._virtual_time.spans import Span
 _MOST = 5
 _LEAST_STEPS = 3
 _MOST_ACTS = 300_000
-_LEAST_GAIN = 0.02  # the part of a step below which a change is not worth a line
+_LEAST_GAIN = 0.01  # the part of a step below which a change is not worth a line
 _READ = "aten._local_scalar_dense"
 _MIB = 2**20
 _BUCKET = 25  # MiB: `bucket_cap_mb` where nobody says it
@@ -104,10 +104,16 @@ def _is_waited_for(acts: Sequence[Act], i: int) -> bool:
 
 
 def _unread(acts: Sequence[Act]) -> _Change | None:
-    """Numbers that the program reads are still copied, and it does not wait for them."""
-    lines = [act.where for act in acts if _is_read(act)]
-    kept = [act for act in acts if not _is_read(act)]
+    """The program reads no numbers: they are not copied, and it does not wait for them."""
+    reads = [i for i, act in enumerate(acts) if _is_read(act)]
+    gone = {place for i in reads for place in (i - 1, i)}  # the copy, and the wait for it
+    lines = [act.where for act in acts if isinstance(act, Awaits) and _is_read(act)]
+    kept = [act for i, act in enumerate(acts) if i not in gone or not (_is_read(act) or _is_copy_of_a_number(act))]
     return _Change(f"no .item() each step ({_some(lines)})", kept) if lines else None
+
+
+def _is_copy_of_a_number(act: Act) -> bool:
+    return isinstance(act, Span) and act.lane == "copies out" and _READ.endswith(act.name)
 
 
 def _is_read(act: Act) -> bool:
@@ -193,10 +199,10 @@ def _sent_together(acts: Sequence[Act], together: Sequence[Sequence[Meets]]) -> 
             continue
         if isinstance(act, Meets) and act.number in sizes:
             changed.append(act._replace(bytes=sizes[act.number]))
-        elif isinstance(act, (Follows, Awaits)) and act.moment in gone:
+        elif isinstance(act, (Follows, Awaits)) and act.moment is not None and act.moment in gone:
             if last[act.moment].number not in seen:
                 return None
-            changed.append(act._replace(moment=last[act.moment].number))  # type: ignore[arg-type]
+            changed.append(act._replace(moment=last[act.moment].number))
         else:
             changed.append(act)
     return changed

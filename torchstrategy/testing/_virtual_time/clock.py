@@ -390,12 +390,12 @@ class Clock(Listener):
         self._lanes[stream] = f"stream {self._numbers[device] if number else 0}"
         return self._lanes[stream]
 
-    def _wait(self, moment: float, why: str, call: Call, *on: Any, **known: Any) -> None:
-        """Lets the program wait for a moment: `on` and `known` say for whose, as `Awaits` takes them."""
+    def _wait(self, until: float, why: str, call: Call, *on: Any, **known: Any) -> None:
+        """Lets the program wait until a moment: `on` and `known` say for whose, as `Awaits` takes them."""
         with self._lock:
             host = self.hosts.here()
             start = host.now
-            waited = host.wait_until(moment)
+            waited = host.wait_until(until)
             self.synchronizations.append(Synchronization(why, call.line, start, waited, host.name))
             self.acts.append(Awaits(host.name, why, call.line, call.way, *on, **known))
 

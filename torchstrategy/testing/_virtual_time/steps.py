@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,26 +24,32 @@ class _Steps:
     A program with two optimizers, such as a GAN, makes one step when the first of them has made one.
     """
 
-    def __init__(self, ended: Ended) -> None:
-        self._ended = ended
-        self._counts: Counter[tuple[int, int]] = Counter()  # by rank and optimizer
-        self._most: Counter[int] = Counter()  # by rank
+    def __init__(self, ended: Ended, of_each_thread: bool) -> None:
+        self._ended, self._of_each_thread = ended, of_each_thread
+        self._counts: Counter[tuple[int, int]] = Counter()  # by rank or thread, and optimizer
+        self._most: Counter[int] = Counter()  # by rank or thread
 
     def end(self, who: int) -> None:
         rank = max(current_rank(), 0)
-        self._counts[rank, who] += 1
-        if self._counts[rank, who] > self._most[rank]:
-            self._most[rank] = self._counts[rank, who]
-            self._ended(rank, self._most[rank])
+        place = threading.get_ident() if self._of_each_thread else rank
+        self._counts[place, who] += 1
+        if self._counts[place, who] > self._most[place]:
+            self._most[place] = self._counts[place, who]
+            self._ended(rank, self._most[place])
 
 
 _following: list[_Steps] = []
 
 
 @contextmanager
-def following_steps(ended: Ended) -> Iterator[None]:
-    """A block in which somebody is told of each step that ends. Those who came first are told first."""
-    steps = _Steps(ended)
+def following_steps(ended: Ended, of_each_thread: bool = False) -> Iterator[None]:
+    """A block in which somebody is told of each step that ends. Those who came first are told first.
+
+    Args:
+        ended: Called when a step has ended.
+        of_each_thread: Whether each thread makes steps of its own, as ranks do in any case.
+    """
+    steps = _Steps(ended, of_each_thread)
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: steps.end(id(optimizer)))
     _following.append(steps)
     try:
