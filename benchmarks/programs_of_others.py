@@ -63,12 +63,10 @@ def make_data(program: Program, clone: Path) -> None:
 
 def digits(clone: Path) -> None:
     """Images of noise in the files of MNIST, beside all programs that look for them in `../data` or `./data`."""
-    for folder in (
-        clone / "data",
-        *(clone / name / "data" for name in ("mnist_hogwild", "mnist_forward_forward", "vae")),
-    ):
-        there = folder / "MNIST" / "raw"
-        if not folder.parent.is_dir() or there.is_dir():
+    places = ("data", "data/mnist", "tutorials/data", "mnist_hogwild/data", "mnist_forward_forward/data", "vae/data")
+    for name in places:
+        there = clone / name / "MNIST" / "raw"
+        if there.is_dir() or not (name == "data/mnist" or (clone / name).parent.is_dir()):
             continue
         there.mkdir(parents=True)
         chance = random.Random(0)
@@ -119,7 +117,7 @@ def tokens(clone: Path) -> None:
 
 def letters_of_chargpt(clone: Path) -> None:
     """A text."""
-    (clone / "projects" / "chargpt" / "input.txt").write_text(text_of(50, 100))
+    (clone / "projects" / "chargpt" / "input.txt").write_text(text_of(50, 100) + "O God, O God!")
 
 
 def images_and_masks(clone: Path) -> None:
@@ -175,7 +173,7 @@ PROGRAMS = [
     Program(_EXAMPLES, "main.py", _IMAGENET, "imagenet", devices=4, steps=2, short="--dummy"),
     _mnist("mnist", "--dry-run", "--test-batch-size", "50"),
     _mnist("mnist_rnn", "--dry-run", "--test-batch-size", "50", accel=["--accel"]),
-    _mnist("vae"),
+    _mnist("vae", "--batch-size", "50"),
     _mnist("siamese_network", "--dry-run", "--test-batch-size", "50"),
     Program(
         *(_EXAMPLES, "main.py", ["--epochs", "2", "--train_size", "200", "--test_size", "100"]),
@@ -198,7 +196,7 @@ PROGRAMS = [
     _distributed("ddp-tutorial-series", "multinode.py", "1", "1", "--batch_size", "256"),
     _distributed("tensor_parallelism", "tensor_parallel_example.py", ranks=4),
     _distributed("tensor_parallelism", "sequence_parallel_example.py", ranks=4),
-    _distributed("tensor_parallelism", "fsdp_tp_example.py", ranks=4),
+    _distributed("tensor_parallelism", "fsdp_tp_example.py", ranks=4, steps=1),
     _distributed("FSDP2", "example.py"),
     _distributed("FSDP2", "example.py", "--mixed-precision", "--dcp-api", short="--mixed-precision --dcp-api"),
     _distributed("minGPT-ddp/mingpt", "main.py", why=_HYDRA),
@@ -227,7 +225,7 @@ PROGRAMS = [
     Program("karpathy/minGPT", "chargpt.py", _CHARS, "projects/chargpt", _CHARS, paths=["."], data=letters_of_chargpt),
     Program(
         *("huggingface/pytorch-image-models", "benchmark.py"),
-        ["--model", "resnet18", "-b", "2", "--img-size", "64", "--num-warm-iter", "1", "--num-bench-iter", "2"],
+        ["--model", "resnet18", "-b", "2", "--img-size", "64", "--num-warm-iter", "1", "--num-bench-iter", "10"],
         short="--model resnet18",
     ),
     Program("vwxyzjn/cleanrl", "cleanrl/ppo.py", _PPO, on_cpu=_PPO, paths=["."], steps=8),

@@ -42,6 +42,8 @@ TO_DO = {
     "ModuleNotFoundError": "Install it.",
     "not done": "Give it less to do.",
 }  # by the beginning of an error
+DRAWS = re.compile(r"(?<![\w.])(np\.|numpy\.)?random\.\w+\(")  # with the modules of Python or NumPy
+SEEDS = re.compile(r"(?<![\w.])(np\.|numpy\.)?random\.seed\(")
 BEGIN, END = "<!-- the table: benchmarks/public_programs.py -->", "<!-- the end of the table -->"
 
 # Runs a program in plain Python, for a number of steps, and notes what draws random numbers from the first forward on.
@@ -112,7 +114,7 @@ def result_of(program: Program, folder: Path) -> dict[str, Any]:
         result = {"status": status, "numbers": numbers(out), "error": error_in(errors), **picked(found)}
         result["commit"] = commit(folder / program.clone)
         source = (there / program.file).read_text(errors="replace")
-        result["has_no_seed"] = "np.random." in source and "seed(" not in source
+        result["has_no_seed"] = bool(DRAWS.search(source)) and not SEEDS.search(source)
         if program.on_cpu is not None and not status:
             plain = ["-c", PLAIN, str(program.steps or 0), str(notes), program.file, *program.on_cpu]
             status, out, errors = run(plain, there, program, folder)
@@ -190,10 +192,11 @@ def row(program: Program, result: Mapping[str, Any]) -> list[str]:
 def ended(program: Program, result: Mapping[str, Any]) -> str:
     """How it ended; a failure with the reason that is known of it, or with its error."""
     if not result["status"]:
-        return f"well, {result['steps']} steps" if result["steps"] != 1 else "well, 1 step"
+        steps = result["steps"]
+        return f"well, {steps} step{'s' if steps > 1 else ''}" if steps else "well"
     error = result["error"].replace("|", "\\|")
     short = error if len(error) < 160 else error[:157] + "..."
-    advice = program.why or next((words for name, words in TO_DO.items() if error.startswith(name)), "")
+    advice = next((words for name, words in TO_DO.items() if error.startswith(name)), program.why)
     return f"{short} {advice}".strip()
 
 
@@ -211,7 +214,7 @@ def compared(program: Program, result: Mapping[str, Any]) -> str:
     if same == len(pairs):
         return f"equal ({same})"
     if result["has_no_seed"]:
-        return f"{same} of {len(pairs)}: it draws with NumPy, and sets no seed"
+        return f"{same} of {len(pairs)}: it draws with Python or NumPy, and sets no seed there"
     why = f": `{'`, `'.join(cpu['drawn'])}` draw others on a GPU" if cpu["drawn"] else ""
     return f"{same} of {len(pairs)}{why}"
 

@@ -74,8 +74,9 @@ def test_the_script_runs_what_is_there_and_writes_the_table(
         "ValueError: it has \\| no data Give it some.",
         "ModuleNotFoundError: No module named 'nothing_of_this_name' Install it.",
     ]
-    assert rows[0][4] == "equal (3)" and rows[0][5].startswith("1.0 waits and 1.0 blocking copies a step")
-    assert rows[1][4] == "equal (3)" or rows[1][4].endswith("draw others on a GPU")
+    # The third step ends the program before it prints.
+    assert rows[0][4] == "equal (2)" and rows[0][5].startswith("0.7 waits and 1.7 blocking copies a step")
+    assert rows[1][4] == "equal (2)" or rows[1][4].endswith("`bernoulli_` draw others on a GPU")
     assert "4 programs with torch" in text and "2 ended well" in text and "old" not in text and "the rest" in text
 
     # What has a result is not run again.
@@ -103,4 +104,4 @@ def test_the_page_has_a_row_for_each_program(script: Any) -> None:
 def test_no_program_differs_from_the_cpu_without_a_reason() -> None:
     for line in PAGE.read_text().splitlines():
         if line.startswith("| [") and " of " in line.split(" | ")[4]:
-            assert "draw others on a GPU" in line or "sets no seed" in line, line
+            assert "draw others on a GPU" in line or "sets no seed there" in line, line
