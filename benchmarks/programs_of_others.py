@@ -147,6 +147,7 @@ _DQN = ["--total-timesteps", "300", "--learning-starts", "100", "--buffer-size",
 _GANS = ["aae", "acgan", "began", "bgan", "dcgan", "dragan", "ebgan", "gan", "infogan", "lsgan", "relativistic_gan"]
 _GANS += ["sgan", "softmax_gan", "wgan", "wgan_div", "wgan_gp"]
 _SPAWNED = "Processes that share memory of a GPU are not simulated: start them as ranks, with --ranks."
+_HUNDREDS = "It takes batches of 100 images alone: give it a multiple of them."
 _HYDRA = "Hydra may start once in a process, and all ranks are in one: call the function below `hydra.main`."
 
 
@@ -159,8 +160,8 @@ def _distributed(folder: str, file: str, *arguments: str, ranks: int = 2, **more
     return Program(_EXAMPLES, file, arguments, f"distributed/{folder}", ranks=ranks, devices=max(ranks, 2), **more)
 
 
-def _tutorial(folder: str, steps: int = 0, data: Callable[[Path], None] = digits) -> Program:
-    return Program("yunjey/pytorch-tutorial", "main.py", (), f"tutorials/{folder}", (), steps=steps, data=data)
+def _tutorial(folder: str, steps: int = 0, data: Callable[[Path], None] = digits, why: str = "") -> Program:
+    return Program("yunjey/pytorch-tutorial", "main.py", (), f"tutorials/{folder}", (), steps=steps, data=data, why=why)
 
 
 def _gan(name: str) -> Program:
@@ -248,7 +249,7 @@ PROGRAMS = [
     _tutorial("02-intermediate/recurrent_neural_network"),
     _tutorial("02-intermediate/bidirectional_recurrent_neural_network"),
     _tutorial("02-intermediate/language_model", steps=3, data=train_txt),
-    _tutorial("03-advanced/generative_adversarial_network", steps=6),
+    _tutorial("03-advanced/generative_adversarial_network", steps=6, why=_HUNDREDS),
     _tutorial("03-advanced/variational_autoencoder", steps=6),
     *map(_gan, _GANS),
 ]

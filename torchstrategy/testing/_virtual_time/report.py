@@ -9,11 +9,10 @@ from torchstrategy._base.errors import plural
 from torchstrategy.testing._virtual_time.advice import Advice
 from torchstrategy.testing._virtual_time.profiles import GIB
 from torchstrategy.testing._virtual_time.step_times import Steps, mfu, steps_of
-from torchstrategy.testing._virtual_time.timeline import Timeline, Wait
+from torchstrategy.testing._virtual_time.timeline import MATTERS, Timeline, Wait
 
 HEAD = "Figures of a model, +-30 %; not measured."
 _WAITS = 5
-_MATTERS = 0.005  # the part of the time that a device has to be idle, so that a wait is worth another line
 _ALL, _NONE = 0.995, 5e-8  # from which part on it is said to be all, and until which seconds to be none
 
 
@@ -37,7 +36,7 @@ def _waits(timeline: Timeline) -> list[str]:
     lines = [f"  the program waits {in_words(total)}{_together(timeline)}, {_of_it(total, idle)}:"]
     for wait in waits[:_WAITS]:
         if wait.seconds:
-            matters = wait.idle > _MATTERS * timeline.seconds
+            matters = wait.idle > MATTERS * timeline.seconds
             lines += [f"    {_described(wait)}", *(f"      {words}" for words in _advice(wait.why) if matters)]
     if more := len([wait for wait in waits[_WAITS:] if wait.seconds]):
         lines.append(f"    and in {plural(more, 'other place')}")

@@ -110,14 +110,15 @@ class Timeline:
         return shared / whole if whole else 1.0
 
     def waits(self) -> list[Wait]:
-        """What the program waits for: first what devices are idle for longest, and then the longest."""
+        """What the program waits for: first what matters, since devices are idle for long, and then the longest."""
         found: dict[tuple[str, str], Wait] = {}
         idle = self.idle_by_host()
         for one in self.synchronizations:
             why, where, seconds, times, lost = found.get((one.why, one.where), Wait(one.why, one.where, 0.0, 0, 0.0))
             lost += length(during(one.start, one.start + one.seconds, idle.get(one.host, [])))
             found[why, where] = Wait(why, where, seconds + one.seconds, times + 1, lost)
-        return sorted(found.values(), key=lambda wait: (-wait.idle, -wait.seconds))
+        least = MATTERS * self.seconds
+        return sorted(found.values(), key=lambda wait: (-wait.idle if wait.idle > least else 0.0, -wait.seconds))
 
     def idle_by_host(self) -> dict[str, list[Interval]]:
         """When no device computes that one program, or one rank, puts work on; nor takes part in a collective."""
@@ -168,6 +169,7 @@ class Timeline:
 
 
 DEFAULT_LANE = "stream 0"
+MATTERS = 0.005  # the part of the time that a device has to be idle, so that a wait matters
 _PHASES = ("forward", "backward", "optimizer")
 
 
