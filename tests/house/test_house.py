@@ -83,9 +83,11 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"attention", "autocast", "batch_norm", "creation", "layers", "sparse"},
     ],
     ("testing", "_virtual_time"): [
-        {"hosts", "profiles", "spans"},
-        {"collectives", "costs", "timeline"},
-        {"clock", "report"},
+        {"hosts", "profiles", "spans", "steps"},
+        {"acts", "collectives", "costs", "timeline"},
+        {"clock", "replay", "step_times"},
+        {"advice", "fused"},
+        {"report"},
         {"perfetto", "picture"},
         {"trace"},
         {"limits", "virtual_time"},
@@ -117,7 +119,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"lint_training"},
     ],
     ("testing", "_runner"): [
-        {"deep_alias", "launching", "messages", "observer", "output", "prediction", "programs"},
+        {"comparison", "deep_alias", "launching", "messages", "observer", "output", "prediction", "programs"},
         {"report"},
         {"command"},
     ],

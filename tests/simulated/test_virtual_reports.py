@@ -101,8 +101,9 @@ def test_many_small_operators_are_few_bars(tmp_path: Path) -> None:
         for _ in range(5000):
             x.add_(1)
     trace.save(tmp_path / "timeline.svg")
-    drawn = bars(ElementTree.parse(tmp_path / "timeline.svg").getroot())
-    assert len(drawn) < 2000
+    all_bars = bars(ElementTree.parse(tmp_path / "timeline.svg").getroot())
+    assert len(all_bars) < 4000
+    drawn = [bar for bar in all_bars if bar.get("class") == "bar compute"]
     counts = [re.match(r"(\d+) in a row", bar.findtext(f"{SVG}title") or "") for bar in drawn]
     assert sum(int(count[1]) if count else 1 for count in counts) == 5000
 

@@ -13,6 +13,7 @@ from torchstrategy.testing._same_as_plain import assert_same_as_plain
 from torchstrategy.testing._simulation import cuda_alias, record_streams, simulate_devices, simulated_devices
 from torchstrategy.testing._virtual_time import DeviceProfile, VirtualTrace, virtual_time
 from torchstrategy.testing._virtual_time.hosts import also_in_each_block as _also_in_each_block
+from torchstrategy.testing._virtual_time.steps import step
 from torchstrategy.testing._worker_drift import assert_workers_agree
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "simulate_devices",
     "simulated_devices",
     "slow_replica",
+    "step",
     "virtual_time",
 ]
 

@@ -17,6 +17,7 @@ import pytest
 
 from processes import LEAN, NO_ACCELERATOR, python
 from torchstrategy.testing import RankRecord
+from torchstrategy.testing._runner.comparison import differences
 from torchstrategy.testing._runner.observer import Observations
 from torchstrategy.testing._runner.report import Report
 
@@ -477,16 +478,86 @@ def test_a_profile_predicts_times_on_the_programs_own_clock_too(tmp_path: Path) 
     assert sum(printed) < predicted["seconds"]
 
     # The text has the same numbers.
-    step = sorted(predicted["steps"])[1]
-    assert f"a step takes {1e3 * step:.2f} ms" in done.stderr
-    for name, device in predicted["devices"].items():
-        busy = device["busy"] / predicted["seconds"]
-        assert f"{name}: computes {busy:.0%} of the time, MFU {device['mfu']:.1%}" in done.stderr
-        assert f"{1e3 * device['communicating']:.2f} ms of collectives" in done.stderr
-    longest = predicted["waits"][0]
+    step, without = predicted["typical_step"], predicted["without_set_up"]
+    assert step["seconds"] == sorted(predicted["steps"])[1]
+    assert f"set-up, with the first step: {1e3 * predicted['set_up']:.2f} ms" in done.stderr
+    assert f"a step takes {1e3 * step['seconds']:.2f} ms" in done.stderr
+    for name, device in step["devices"].items():
+        busy, mfu = without["busy"][name] / without["seconds"], without["mfu"][name]
+        assert f"{name}: computes {busy:.0%} of the time of the steps, MFU {mfu:.1%}" in done.stderr
+        assert f"{1e3 * device['computes']:.2f} ms computing" in done.stderr
+        assert device["computes"] + device["exposed"] + device["idle"] == pytest.approx(step["seconds"])
+    assert len(predicted["each_step"]) == len(predicted["steps"]) == 3
+    longest = max(predicted["waits"], key=lambda wait: wait["seconds"])
     assert f"{1e3 * longest['seconds']:.2f} ms at {longest['line']}" in done.stderr
     assert "sim:" not in done.stderr
     assert {file.name for file in (tmp_path / "deep" / "timeline").iterdir()} == {"timeline.svg", "trace.json"}
+
+
+STEPS = """
+import sys, torch
+from torchstrategy.testing import step
+x = torch.ones(64, 64, device="cuda")
+for _ in range(4):
+    (x @ x).sum().{read}
+    step()
+"""
+
+
+def test_a_program_without_an_optimizer_says_where_its_steps_end(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(STEPS.format(read="cpu()"))
+    done, report = run(tmp_path, "--profile", "A100", "--stop-after", "3", "program.py")
+    assert done.returncode == 0, done.stderr
+    assert report["steps"] == 3 and len(report["predicted"]["steps"]) == 2
+
+
+def test_advice_is_in_the_report_and_in_its_json(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(STEPS.format(read="item()"))
+    done, report = run(tmp_path, "--profile", "A100", "program.py")
+    (advice,) = report["predicted"]["advice"]
+    assert advice["write"] == "no .item() each step (program.py:6)" and advice["after"] < advice["before"]
+    figures = f"{1e6 * advice['before']:.1f} us -> {1e6 * advice['after']:.1f} us a step"
+    assert f"Predicted to be faster\n  no .item() each step (program.py:6): {figures}\n" in done.stderr
+
+
+# Two reports
+
+
+def test_a_report_is_compared_with_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(STEPS.format(read="item()"))
+    before, _ = run(tmp_path, "--profile", "A100", "program.py")
+    assert "Compared" not in before.stderr
+    (tmp_path / "report.json").rename(tmp_path / "before.json")
+    same, _ = run(tmp_path, "--profile", "A100", "--compare", "before.json", "program.py")
+    assert same.stderr.endswith("\nCompared with before.json, program.py: no difference\n")
+    (tmp_path / "program.py").write_text(STEPS.format(read="add(1)"))
+    after, _ = run(tmp_path, "--profile", "A100", "--compare", "before.json", "program.py")
+    lines = after.stderr.partition("Compared with before.json, program.py\n")[2].splitlines()
+    assert "  waits a step: 1 -> 0 (-100%)" in lines
+    assert any(re.fullmatch(r"  a step: [\d.]+ us -> [\d.]+ us \(-\d+%\)", line) for line in lines), lines
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", None])
+def test_what_is_no_report_cannot_be_compared(text: str | None, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print('it ran')")
+    if text is not None:
+        (tmp_path / "before.json").write_text(text)
+    done, report = run(tmp_path, "--compare", "before.json", "program.py")
+    assert done.returncode == 2 and not report and "it ran" not in done.stdout
+    assert "torchstrategy.testing.run: --compare before.json: " in done.stderr
+    assert done.stderr.endswith("Name a file that --json has written.\n")
+
+
+def test_findings_and_races_that_are_new_or_gone_are_a_difference() -> None:
+    report = Report("train.py", 0, Observations(), [10], ["an old race"], None, "cuda").as_json()
+    found = {"name": "same-order", "says": "", "write": "", "lines": ["train.py:3"]}
+    later = {**report, "races": [], "findings": [found], "peak_bytes": {"cuda:0": 20_000}}
+    assert differences(report, later, "before.json") == [
+        "Compared with before.json, train.py",
+        "  peak memory of cuda:0: 10 bytes -> 0.02 MiB (+199900%)",
+        "  a finding is new: same-order (train.py:3)",
+        "  a race is gone: an old race",
+    ]
 
 
 def test_a_program_that_does_not_fit_into_the_gpu_runs_out_of_memory(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ deep_alias   "cuda" also in what devices and tensors say of themselves
 prediction   how long the program would take on GPUs
 programs     a script or a module, run as Python runs it
 report       what is printed at the end
+comparison   two reports
 command      the command line
 """
 

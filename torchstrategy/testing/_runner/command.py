@@ -19,6 +19,7 @@ from torchstrategy.testing._ranks.orders import with_a_seed
 from torchstrategy.testing._ranks.process import put_back_builtins, take_builtins
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._ranks.run_ranks import run_recorded
+from torchstrategy.testing._runner.comparison import differences, earlier_report
 from torchstrategy.testing._runner.deep_alias import deep_alias
 from torchstrategy.testing._runner.launching import give_local_rank, wanted_spelling
 from torchstrategy.testing._runner.messages import advice, printed
@@ -40,6 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a program as the command line says; returns its exit status."""
     options, output = _parsed(arguments), Output()
     names, folder = take_builtins(), Path.cwd()  # which the program may replace, and leave
+    try:
+        before = None if options.compare is None else earlier_report(Path(options.compare))
+    except ValueError as error:
+        print(f"torchstrategy.testing.run: {error}", file=sys.stderr)
+        return 2
     count = options.devices or max(options.ranks or 0, 2)
     simulate_devices(count)
     try:
@@ -64,9 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings=run.findings,
     )
     is_written = output.write(f"\n{report}\n")
+    numbers = report.as_json() if options.json or before is not None else {}
+    if before is not None:
+        is_written = output.write("\n".join([*differences(before, numbers, options.compare), ""])) and is_written
     try:
         if options.json:
-            (folder / options.json).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+            (folder / options.json).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
         if run.prediction is not None and options.trace:
             run.prediction.save(folder / options.trace)
     except OSError as error:
@@ -116,16 +125,24 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="what torch.compile does in place of inductor, which writes kernels for a GPU; default: aot_eager",
     )
     parser.add_argument("--stop-after", type=_positive, metavar="N", help="end it after N steps of an optimizer")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if streams race, or lints find something")
-    parser.add_argument("--json", metavar="FILE", help="write the numbers of the report there, too")
-    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
-    parser.add_argument("program", help="a script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the program finds in sys.argv")
+    _add_rest(parser)
     options = parser.parse_args(arguments)
     for option in ("shapes_only", "trace"):
         if getattr(options, option) and options.profile is None:
             parser.error(f"--{option.replace('_', '-')} needs --profile, the GPU whose times are predicted")
     return options
+
+
+def _add_rest(parser: argparse.ArgumentParser) -> None:
+    """The options about what comes of the report, and the program."""
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if streams race, or lints find something")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers of the report there, too")
+    parser.add_argument(
+        "--compare", metavar="FILE", help="say what is different from an earlier run, whose --json has written FILE"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
+    parser.add_argument("program", help="a script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the program finds in sys.argv")
 
 
 def _positive(text: str) -> int:
@@ -198,7 +215,6 @@ class _Run:
         if self._options.profile is not None:
             time = virtual_time(self._options.profile, self._options.shapes_only, program_clock=True)
             self.prediction = Prediction(block.enter_context(time), DEVICE)
-            self.observer.after_step = self.prediction.stepped
 
     def _ranks(self, main: Callable[..., Any], n: int, *args: Any) -> None:
         run_recorded(main, n, self.record, args, self._options.order)

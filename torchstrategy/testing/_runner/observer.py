@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchstrategy._base.torch_internals import TorchDispatchMode
 from torchstrategy.testing._ranks.lines import line_of_the_user
-from torchstrategy.testing._ranks.world import current_rank
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
 from torchstrategy.testing._simulation.replacing import replacing
 from torchstrategy.testing._simulation.thread_modes import starting_in
+from torchstrategy.testing._virtual_time.steps import following_steps
 
 _aten = torch.ops.aten
 _WAITING = {
@@ -56,11 +54,8 @@ class Observer(TorchDispatchMode):
     def __init__(self, most_steps: int | None, progress: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = Observations()
-        self.after_step: Callable[[], None] = lambda: None  # called by the program, or by its first rank
         self.also: Callable[..., None] | None = None  # called with each operator, its arguments and its result
         self._most_steps, self._progress = most_steps, progress
-        self._most: Counter[int] = Counter()  # by thread
-        self._steps_of: Counter[tuple[int, int]] = Counter()  # by thread and optimizer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -84,19 +79,12 @@ class Observer(TorchDispatchMode):
         """Counts a place where the program waits for a device."""
         self.seen.synchronizations[why, line_of_the_user()] += 1
 
-    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Counts the steps of the optimizer that made most, and ends the program after enough of them."""
-        thread = threading.get_ident()
-        key = thread, id(optimizer)
-        self._steps_of[key] += 1
-        if self._steps_of[key] > self._most[thread]:
-            self._most[thread] = self._steps_of[key]
-            if current_rank() <= 0:
-                self.after_step()
-        if self._steps_of[key] > self.seen.steps:
-            self.seen.steps = self._steps_of[key]
-            self._progress(self.seen.steps)
-        if self._steps_of[key] == self._most_steps:
+    def stepped(self, rank: int, steps: int) -> None:
+        """Counts the steps of the thread that made most, and ends the thread's program after enough of them."""
+        if steps > self.seen.steps:
+            self.seen.steps = steps
+            self._progress(steps)
+        if steps == self._most_steps:
             raise _Stopped(0)
 
     def _copied(self, source: torch.Tensor, target: torch.Tensor, waits: bool) -> None:
@@ -126,12 +114,8 @@ def observing(observer: Observer) -> Iterator[None]:
     ]
     values = [(owner, name, _counted(getattr(owner, name), observer, why)) for owner, name, why in places]
     values.append(starting_in(observer))
-    hook = register_optimizer_step_post_hook(observer.stepped)
-    try:
-        with replacing(values):
-            yield
-    finally:
-        hook.remove()
+    with following_steps(observer.stepped, of_each_thread=True), replacing(values):
+        yield
 
 
 def _counted(wait: Callable[..., Any], observer: Observer, why: str) -> Callable[..., Any]:

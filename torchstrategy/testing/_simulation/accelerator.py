@@ -6,6 +6,7 @@ first. So the functions that ask the guard are replaced.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, final
 
 import torch
@@ -34,6 +35,19 @@ def install() -> None:
 
 
 @final
+class _Here(threading.local):
+    depth = 0
+
+
+_here = _Here()
+
+
+def depth_of_backward() -> int:
+    """How many backward passes this thread is in: 0 if it is in none."""
+    return _here.depth
+
+
+@final
 class _Engine:
     """Runs backward on the calling thread, since torch's pool of threads has none for a second device."""
 
@@ -42,12 +56,15 @@ class _Engine:
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autograd.set_multithreading_enabled(False):
+            _here.depth += 1
             try:
                 return self._engine.run_backward(*args, **kwargs)
             # Python raises this error for a C function that failed and left no exception; see `pending`.
             except SystemError:
                 raise_what_was_taken()
                 raise
+            finally:
+                _here.depth -= 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch.autograd.graph import increment_version
@@ -196,16 +198,54 @@ def users_line() -> str:
 
 def users_place() -> str:
     """The innermost line of the stack that is neither torch's nor this package's: `train.py:12`, or nothing."""
-    frame = inspect.currentframe()
+    return users_call().line
+
+
+class Call(NamedTuple):
+    """Who calls an operator."""
+
+    line: str  # the innermost line that is neither torch's nor this package's: `train.py:12`, or nothing
+    function: str  # the function that this line is in, as Python names it: `<module>` at the top of a file
+    way: str  # the first part of torch that is called on the way from there, of those in `_PARTS`, or nothing
+
+
+# The parts of torch that are told apart, by their files.
+_PARTS = (
+    ("/torch/optim/", "optimizer"),
+    ("/torch/nn/utils/clip_grad.py", "optimizer"),
+    ("/torch/amp/grad_scaler.py", "optimizer"),
+    ("/torch/autograd/graph.py", "engine"),  # it calls C++, from which buckets of gradients are sent
+    ("/torch/nn/", "module"),
+    ("/torch/distributed/", "distributed"),
+)
+_name_of: Callable[[Any], str] = attrgetter("co_qualname" if sys.version_info >= (3, 11) else "co_name")
+
+
+def users_call() -> Call:
+    """Who calls the operator that runs now."""
+    frame, way = inspect.currentframe(), ""
     while frame is not None:  # at each operator: a line number is computed where it is asked for
-        if name := _users_file(frame.f_code.co_filename):
-            return f"{name}:{frame.f_lineno}"
+        code = frame.f_code
+        name, part = _files[code.co_filename]
+        if name:
+            return Call(f"{name}:{frame.f_lineno}", _name_of(code), way)
+        if part:
+            way = part  # the last one that is seen is the first that is called
         frame = frame.f_back
-    return ""
+    return Call("", "", way)
 
 
-@functools.cache
-def _users_file(file: str) -> str:
-    """The name of a file of the user's; nothing if the file is torch's or this package's."""
-    is_users = not file.startswith((_PACKAGE, _CONTEXTS, "<")) and "/torch/" not in file
-    return name_of_file(file) if is_users else ""
+@final
+class _Files(dict[str, tuple[str, str]]):
+    """The name of each file of the user's; of others nothing, and the part of torch that it is in, if that matters."""
+
+    def __missing__(self, file: str) -> tuple[str, str]:
+        if not file.startswith((_PACKAGE, _CONTEXTS, "<")) and "/torch/" not in file:
+            known = name_of_file(file), ""
+        else:
+            known = "", next((part for place, part in _PARTS if place in file), "")
+        self[file] = known
+        return known
+
+
+_files = _Files()

@@ -4,9 +4,15 @@ profiles       what is known of GPUs
 spans          what takes time
 costs          how long an operator takes: the cost model
 collectives    how long a collective of ranks takes
+steps          where a step of the program ends
+acts           what a clock was told, in order
 hosts          the clocks of the program, of ranks, and of others who bring theirs
 clock          the clocks of streams and engines, and the rules
+fused          what a step of an optimizer would cost, if it were fused
 timeline       a stretch of virtual time
+step_times     what each step takes
+replay         the acts, played again
+advice         changes that were predicted to be faster
 report         in words
 perfetto       as a file for Perfetto
 picture        as a picture

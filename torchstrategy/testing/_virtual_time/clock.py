@@ -27,19 +27,34 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._simulation.accelerator import depth_of_backward
 from torchstrategy.testing._simulation.accounts import held
 from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, Meeting, Stream
-from torchstrategy.testing._simulation.program import users_place
+from torchstrategy.testing._simulation.program import Call, users_call, users_place
+from torchstrategy.testing._virtual_time.acts import (
+    Act,
+    Awaits,
+    Begins,
+    Ends,
+    Follows,
+    Joins,
+    Meets,
+    Moment,
+    Notes,
+    Optimizes,
+    Pauses,
+    StepEnds,
+)
 from torchstrategy.testing._virtual_time.collectives import collective_seconds
 from torchstrategy.testing._virtual_time.costs import CostModel, name_of, size_of
 from torchstrategy.testing._virtual_time.hosts import Hosts
 from torchstrategy.testing._virtual_time.profiles import GIB, DeviceProfile
-from torchstrategy.testing._virtual_time.spans import CpuWork, Kind, Span, Synchronization, TimedCopy
+from torchstrategy.testing._virtual_time.spans import CpuWork, Kind, Phase, Span, Synchronization, TimedCopy
 
 _READ = "_local_scalar_dense"
 _ROUNDING = 1e-12  # seconds; sums of the same durations in another order differ by less
@@ -55,6 +70,12 @@ class _Task(NamedTuple):
     bytes: int
     flops: int = 0
     at_peak: float = 0.0
+    layout: float = 0.0
+
+
+@final
+class _Here(threading.local):
+    depth: int | None = None  # of backward, where this thread's optimizer began its step; None: it makes none
 
 
 @final
@@ -69,12 +90,15 @@ class Clock(Listener):
         self.copies: list[TimedCopy] = []
         self.synchronizations: list[Synchronization] = []
         self.cpu_work: list[CpuWork] = []
-        self._costs = CostModel(profile)
+        self.ends: list[float] = []  # of the steps of the program, or of its first rank: when all is done
+        self.acts: list[Act] = []
+        self.costs = CostModel(profile)
         self._peaks = [{device: held(device) for device in range(devices)}]  # between two marks each: by device
         self._ready: dict[Stream, float] = defaultdict(float)
         self._free: dict[_Engine, float] = defaultdict(float)
         self._numbers: dict[int, int] = defaultdict(int)  # by device: how many streams it has but for the default one
         self._lanes: dict[Stream, str] = {}
+        self._here = _Here()
         self._lock = threading.RLock()  # memory may be freed, and say so, while this thread holds the lock
 
     @property
@@ -96,6 +120,26 @@ class Clock(Listener):
         """The most bytes that each device held, from a call of `begin_peaks` to before another one."""
         return {device: max(peaks[device] for peaks in self._peaks[first:last]) for device in self._peaks[0]}
 
+    def step_ends(self, rank: int, count: int) -> None:
+        """Notes that a step of the program, or of one of its ranks, has ended."""
+        if not rank:
+            self.ends.append(self.end_here)
+            self.acts.append(StepEnds(self.hosts.here().name))
+
+    def optimizer_begins(self) -> None:
+        """Notes that `optimizer.step()` begins on this thread."""
+        self._here.depth = depth_of_backward()
+        self.acts.append(Optimizes(self.hosts.here().name, True))
+
+    def optimizer_ends(self, fused: tuple[float, int] | None) -> None:
+        """Notes that it has ended.
+
+        Args:
+            fused: The seconds and the launches of the same step, if it were fused; None if it is, or cannot be.
+        """
+        self._here.depth = None
+        self.acts.append(Optimizes(self.hosts.here().name, False, fused))
+
     @override
     def launched(self, launch: Launch) -> None:
         raise AssertionError("a clock does not look at launches")
@@ -108,11 +152,11 @@ class Clock(Listener):
             size = kernel.args[0].element_size()
             self._put(kernel.stream, _Task("copy", name, self.profile.copy, size), engine)
             return
-        cost = self._costs.of(kernel.operator, kernel.args, kernel.kwargs, kernel.results)
+        cost = self.costs.of(kernel.operator, kernel.args, kernel.kwargs, kernel.results)
         if cost is not None:
             # An operator on lists launches kernel after kernel in one call: what is Python's is spent once.
             launch = self.profile.launch * (1 + (cost.launches - 1) / 2)
-            task = _Task("compute", name, cost.seconds, cost.bytes, cost.flops, cost.at_peak)
+            task = _Task("compute", name, cost.seconds, cost.bytes, cost.flops, cost.at_peak, cost.layout)
             self._put(kernel.stream, task, launch=launch)
 
     @override
@@ -120,7 +164,7 @@ class Clock(Listener):
         source, target = copy.tensors
         if copy.source is not None and copy.target is not None:
             if copy.source[0] == copy.target[0]:
-                cost = self._costs.copy_within(source, target)
+                cost = self.costs.copy_within(source, target)
                 self._put(copy.stream, _Task("compute", "copy_", cost.seconds, cost.bytes))
             else:
                 self._copy_between(copy, copy.source, copy.target)
@@ -135,14 +179,16 @@ class Clock(Listener):
             memory = "pinned memory" if copy.is_pinned else "memory that is not pinned"
             here = "its device" if self.hosts.here().is_rank else f"sim:{device}"  # ranks do the same, each on its own
             way = f"to {here} from {memory}" if comes else f"from {here} to {memory}"
-            self._wait(span.end, f"a copy {way}", span.where)
+            self._wait(span.end, f"a copy {way}", users_call())
 
     def _copy_between(self, copy: Copy, source: Stream, target: Stream) -> None:
         with self._lock:
             self._ready[source] = max(self._ready[source], self._ready[target])
+            self.acts.append(Joins(source, target))
             task = _Task("copy", "copy_", self._copying(copy, self.profile.peer), _bytes(copy))
             span = self._put(source, task, (source[0], f"copies to sim:{target[0]}"))
             self._ready[target] = self._ready[source]
+            self.acts.append(Joins(target, source))
             self._note(copy, span, f"sim:{source[0]}->sim:{target[0]}")
 
     def _copying(self, copy: Copy, bandwidth: float) -> float:
@@ -173,34 +219,34 @@ class Clock(Listener):
         pass
 
     @override
-    def moment(self, stream: Stream) -> float:
+    def moment(self, stream: Stream) -> Moment:
         with self._lock:
-            host = self.hosts.here()
-            host.spend(self.profile.event)
-            return max(self._ready[stream], host.now)
+            self._pause(self.profile.event)
+            return self._noted(stream)
 
     @override
-    def waits(self, stream: Stream, moment: float) -> None:
+    def waits(self, stream: Stream, moment: Moment) -> None:
         with self._lock:
-            self.hosts.here().spend(self.profile.event)
+            self._pause(self.profile.event)
             self._ready[stream] = max(self._ready[stream], moment)
+            self.acts.append(Follows(stream, moment.number))
 
     @override
     def waits_for_stream(self, stream: Stream, other: Stream) -> None:
         self.waits(stream, self.moment(other))  # which is what torch does, with an event
 
     @override
-    def synchronized(self, moment: float) -> None:
-        self._wait(moment, "event.synchronize()", users_place())
+    def synchronized(self, moment: Moment) -> None:
+        self._wait(moment, "event.synchronize()", users_call(), moment=moment.number)
 
     @override
     def synchronized_stream(self, stream: Stream, why: str) -> None:
-        self._wait(self._ready[stream], why, users_place())
+        self._wait(self._ready[stream], why, users_call(), stream)
 
     @override
     def synchronized_device(self, device: int) -> None:
         ready = [moment for stream, moment in list(self._ready.items()) if stream[0] == device]
-        self._wait(max(ready, default=0.0), "synchronize()", users_place())
+        self._wait(max(ready, default=0.0), "synchronize()", users_call(), device=device)
 
     @override
     def used_on_cpu(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
@@ -210,26 +256,27 @@ class Clock(Listener):
         with self._lock:
             host = self.hosts.here()
             start = host.now
-            host.spend(self.profile.cpu_operator + size / (self.profile.cpu_bandwidth * 1e9))
+            self._pause(self.profile.cpu_operator + size / (self.profile.cpu_bandwidth * 1e9))
             self.cpu_work.append(CpuWork(host.name, name, start, host.now, size, users_place()))
 
     @override
     def rank_begins(self, rank: int) -> None:
-        self.hosts.rank_begins(rank)
+        with self._lock:
+            self.acts.append(Begins(self.hosts.rank_begins(rank).name))
 
     @override
     def ranks_end(self) -> None:
         self.hosts.ranks_end()
+        self.acts.append(Ends())
 
     @override
-    def came(self, stream: Stream | None) -> float:
+    def came(self, stream: Stream | None) -> Moment:
         with self._lock:
-            host = self.hosts.here()
-            host.spend(self.profile.launch)
-            return host.now if stream is None else max(host.now, self._ready[stream])
+            self._pause(self.profile.launch)
+            return self._noted(stream, is_bucket=users_call().way == "engine")
 
     @override
-    def met(self, meeting: Meeting) -> float:
+    def met(self, meeting: Meeting) -> Moment:
         kind, size, arrivals = meeting
         # A link carries messages in both directions at once.
         lanes = ["messages out", "messages in"] if kind == "send" else ["collectives"] * len(arrivals)
@@ -244,21 +291,27 @@ class Clock(Listener):
             end = start + collective_seconds(kind, size, len(arrivals), bool(links), self.profile)
             for device, lane, where in links:
                 self._free[device, lane] = end
-                self.spans.append(Span(device, lane, "collective", kind, start, end, size, 0, 0.0, where))
-        return end
+                self.spans.append(
+                    Span(device, lane, "collective", kind, start, end, size, 0, 0.0, where, "", "forward", "")
+                )
+            over = self._moment(end)
+            numbers = tuple(arrival.moment.number for arrival in arrivals)
+            self.acts.append(
+                Meets(kind, size, numbers, tuple((device, lane) for device, lane, _ in links), over.number)
+            )
+        return over
 
     @override
-    def received(self, stream: Stream | None, moment: float, kind: str) -> None:
+    def received(self, stream: Stream | None, moment: Moment, kind: str) -> None:
         if stream is None or kind == "barrier":
-            self._wait(moment, f"a {kind} of ranks", users_place())
+            self._wait(moment, f"a {kind} of ranks", users_call(), moment=moment.number)
         else:
             self.waits(stream, moment)
 
     @override
     def is_over(self, moment: float) -> bool:
-        host = self.hosts.here()
-        host.spend(self.profile.event)  # so that a loop that asks comes to an end
-        return moment <= host.now + _ROUNDING
+        self._pause(self.profile.event)  # so that a loop that asks comes to an end
+        return moment <= self.hosts.here().now + _ROUNDING
 
     @override
     def is_idle(self, stream: Stream) -> bool:
@@ -271,8 +324,8 @@ class Clock(Listener):
     def _put(self, stream: Stream, task: _Task, engine: _Engine | None = None, launch: float | None = None) -> Span:
         """Puts work on a stream, and on an engine if it is a copy."""
         with self._lock:
-            host = self.hosts.here()
-            host.spend(self.profile.launch if launch is None else launch)
+            host, launch = self.hosts.here(), self.profile.launch if launch is None else launch
+            host.spend(launch)
             start = max(host.now, self._ready[stream])
             if engine is not None:
                 start = max(start, self._free[engine])
@@ -282,11 +335,52 @@ class Clock(Listener):
             if engine is not None:
                 self._free[engine] = end
             lane = engine[1] if engine is not None else self._lanes.get(stream) or self._lane(stream)
+            line, function, way = users_call()
             span = Span(
-                stream[0], lane, task.kind, task.name, start, end, task.bytes, task.flops, task.at_peak, users_place()
+                stream[0],
+                lane,
+                task.kind,
+                task.name,
+                start,
+                end,
+                task.bytes,
+                task.flops,
+                task.at_peak,
+                line,
+                function,
+                self._phase(way),
+                host.name,
+                stream,
+                launch,
+                task.layout,
             )
             self.spans.append(span)
+            self.acts.append(span)
             return span
+
+    def _phase(self, way: str) -> Phase:
+        if way == "optimizer" or self._here.depth is not None:
+            # An optimizer may call backward, as LBFGS does, and backward an optimizer.
+            return "backward" if depth_of_backward() > (self._here.depth or 0) else "optimizer"
+        return "backward" if depth_of_backward() else "forward"
+
+    def _pause(self, seconds: float) -> None:
+        """Lets the program be busy for a while."""
+        host = self.hosts.here()
+        host.spend(seconds)
+        self.acts.append(Pauses(host.name, seconds))
+
+    def _noted(self, stream: Stream | None, is_bucket: bool = False) -> Moment:
+        """The moment at which a stream is ready and the program is here; the acts have it, too."""
+        host = self.hosts.here()
+        moment = self._moment(host.now if stream is None else max(host.now, self._ready[stream]))
+        self.acts.append(Notes(host.name, stream, moment.number, is_bucket))
+        return moment
+
+    def _moment(self, seconds: float) -> Moment:
+        moment = Moment(seconds)
+        moment.number = len(self.acts)
+        return moment
 
     def _lane(self, stream: Stream) -> str:
         """`"stream 0"`, the default one, or a number in the order of first use, which is the same in every run."""
@@ -296,12 +390,14 @@ class Clock(Listener):
         self._lanes[stream] = f"stream {self._numbers[device] if number else 0}"
         return self._lanes[stream]
 
-    def _wait(self, moment: float, why: str, where: str) -> None:
+    def _wait(self, until: float, why: str, call: Call, *on: Any, **known: Any) -> None:
+        """Lets the program wait until a moment: `on` and `known` say for whose, as `Awaits` takes them."""
         with self._lock:
             host = self.hosts.here()
             start = host.now
-            waited = host.wait_until(moment)
-            self.synchronizations.append(Synchronization(why, where, start, waited, host.name))
+            waited = host.wait_until(until)
+            self.synchronizations.append(Synchronization(why, call.line, start, waited, host.name))
+            self.acts.append(Awaits(host.name, why, call.line, call.way, *on, **known))
 
 
 def _bytes(copy: Copy) -> int:

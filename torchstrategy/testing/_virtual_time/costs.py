@@ -31,6 +31,9 @@ class Cost(NamedTuple):
     bytes: int  # that go between the device and its memory
     at_peak: float  # the seconds that its arithmetic would take at the peak of its dtype
     launches: int = 1  # how many kernels it is
+    layout: float = (
+        0.0  # the part of the seconds that transposes images, which those in channels-last order do not need
+    )
 
 
 # How a matrix product is divided: rows and columns of a tile, and how well a multiprocessor is used by such tiles.
@@ -105,7 +108,7 @@ class CostModel:
             return None
         moved = _traffic(op, name, args, kwargs, results)
         memory = self._memory(moved) / (1.0 if _is_known_norm(name, args) else _SLOWER.get(name, 1.0))
-        flops, compute, dtype, layout = 0, 0.0, torch.float32, 0.0
+        flops, compute, dtype, layout, images = 0, 0.0, torch.float32, 0.0, 0.0
         uses_tensor_cores = False
         if name in _PRODUCTS:
             first, second = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
@@ -118,6 +121,7 @@ class CostModel:
             inputs, weight = args[:2] if name == "convolution" else args[1:3]
             dtype, uses_tensor_cores = inputs.dtype, _uses_tf32(True)
             compute, layout = self._convolution(flops, inputs, weight, results)
+            images = layout if inputs.dim() == 4 else 0.0
         elif name.startswith(_ATTENTION):
             flops, dtype = _attention_flops(name, args, kwargs), args[0].dtype
             part = self._profile.attention * (0.8 if name.endswith("_backward") else 1.0)
@@ -125,7 +129,7 @@ class CostModel:
         at_peak = flops / self._profile.peak(dtype, uses_tensor_cores)
         launches = _launches(name, args)
         seconds = max(compute, memory) + layout + launches * self._profile.kernel
-        return Cost(seconds, flops, moved, at_peak, launches)
+        return Cost(seconds, flops, moved, at_peak, launches, images)
 
     def _memory(self, moved: float) -> float:
         return moved / (self._profile.bandwidth * 1e9 * self._profile.streaming)

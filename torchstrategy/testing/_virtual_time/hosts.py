@@ -55,6 +55,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self.program = Host()
+        self.were_given = False  # whether others have given clocks, which they may set as they like
         self._here = _Here()
         self._ranks: list[Host] = []  # of a run that has not ended
 
@@ -64,12 +65,14 @@ class Hosts:
 
     def give(self, host: Host | None) -> None:
         """Gives this thread a clock of its own; None: takes it away."""
+        self.were_given = True
         self._here.given = host
 
-    def rank_begins(self, rank: int) -> None:
+    def rank_begins(self, rank: int) -> Host:
         """Gives the rank whose thread this is a clock of its own."""
         self._here.rank = Host(self.program.now, name=f"rank {rank}", rank=rank)
         self._ranks.append(self._here.rank)
+        return self._here.rank
 
     def ranks_end(self) -> None:
         """Lets the program wait for all ranks."""

@@ -34,6 +34,7 @@ def _event(thing: Span | Synchronization | CpuWork) -> dict[str, Any]:
         name, kind, end, about = thing.name, "cpu", thing.end, {"line": thing.where, "bytes": str(thing.bytes)}
     else:
         name, kind, end = thing.name, thing.kind, thing.end
-        about = {"line": thing.where, "bytes": str(thing.bytes), "flops": str(thing.flops)}
+        about = {"line": thing.where, "function": thing.users_function, "phase": thing.phase}
+        about |= {"bytes": str(thing.bytes), "flops": str(thing.flops)}
     times = {"ts": round(thing.start * 1e6, 3), "dur": round((end - thing.start) * 1e6, 3)}
     return {"ph": "X", "name": name, "cat": kind, **times, "args": about}

@@ -3,46 +3,96 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torchstrategy._base.errors import plural
+from torchstrategy.testing._virtual_time.advice import Advice
 from torchstrategy.testing._virtual_time.profiles import GIB
-from torchstrategy.testing._virtual_time.timeline import Timeline, Wait
+from torchstrategy.testing._virtual_time.step_times import Steps, mfu, steps_of
+from torchstrategy.testing._virtual_time.timeline import MATTERS, Timeline, Wait
 
 HEAD = "Figures of a model, +-30 %; not measured."
 _WAITS = 5
+_ALL, _NONE = 0.995, 5e-8  # from which part on it is said to be all, and until which seconds to be none
 
 
 def report(timeline: Timeline) -> str:
-    """The devices, the copies by their routes, and the longest waits with the lines that cause them."""
+    """The steps, the devices, the copies by their routes, and the waits that matter most with their lines."""
     lines = [HEAD, f"{timeline.profile.name}: {in_words(timeline.seconds)}, {plural(len(timeline.spans), 'operator')}"]
+    steps = steps_of(timeline)
+    if steps is not None:
+        lines += _steps(steps)
     for device in timeline.devices:
-        lines += _device(timeline, device)
+        lines += _device(timeline, steps, device)
     lines += _copies(timeline)
+    return "\n".join([*lines, *_waits(timeline)])
+
+
+def _waits(timeline: Timeline) -> list[str]:
     waits = timeline.waits()
-    total = sum(wait.seconds for wait in waits)
+    total, idle = sum(wait.seconds for wait in waits), sum(wait.idle for wait in waits)
     if not total:
-        lines.append("  the program never waits")
-        return "\n".join(lines)
-    lines.append(f"  the program waits {in_words(total)}{_together(timeline)}:")
+        return ["  the program never waits"]
+    lines = [f"  the program waits {in_words(total)}{_together(timeline)}, {_of_it(total, idle)}:"]
     for wait in waits[:_WAITS]:
         if wait.seconds:
-            lines += [f"    {_described(wait)}", *(f"      {advice}" for advice in _advice(wait.why))]
+            matters = wait.idle > MATTERS * timeline.seconds
+            lines += [f"    {_described(wait)}", *(f"      {words}" for words in _advice(wait.why) if matters)]
     if more := len([wait for wait in waits[_WAITS:] if wait.seconds]):
         lines.append(f"    and in {plural(more, 'other place')}")
-    return "\n".join(lines)
+    return lines
 
 
-def _device(timeline: Timeline, device: int) -> Iterator[str]:
-    about = timeline.device(device)
+def _of_it(seconds: float, idle: float) -> str:
+    """How much of a wait matters, since nothing computes meanwhile."""
+    if idle < _ALL * seconds:
+        return f"{in_words(idle)} of it while its device is idle" if idle > _NONE else "while its device computes"
+    return "while its device is idle"
+
+
+def _steps(steps: Steps) -> Iterator[str]:
+    with_first = ", with the first step" if steps.has_first else ""
+    after = f", and {in_words(steps.after)} after the last step" if steps.after > _NONE else ""
+    yield f"  set-up{with_first}: {in_words(steps.set_up)}{after}"
+    seconds = [time.seconds for time in steps.times]
+    spread = f", {in_words(min(seconds))} to {in_words(max(seconds))}" if max(seconds) > 1.01 * min(seconds) else ""
+    typical = steps.typical()
+    yield f"  a step takes {in_words(typical.seconds)} (the middle one of {len(seconds)}{spread})"
+    rows: dict[str, list[int]] = {}
+    for index, device in typical.devices.items():
+        exposed = f", {in_words(device.exposed)} collectives that nothing hides" if device.exposed else ""
+        words = (
+            f"{in_words(device.computes)} computing{exposed}, {in_words(device.idle)} idle; "
+            f"{in_words(device.copies)} copying"
+        )
+        rows.setdefault(words, []).append(index)
+    for words, indices in rows.items():
+        yield f"    {', '.join(f'sim:{index}' for index in indices)}: {words}"
+    lost, calm = typical.waits_while_idle, typical.waits_while_busy
+    if lost or calm:
+        yield f"    the program waits {in_words(lost)} while its device is idle, and {in_words(calm)} while it computes"
+
+
+def _device(timeline: Timeline, steps: Steps | None, device: int) -> Iterator[str]:
+    """A line of a device: without set-up, if there are steps."""
+    part = timeline if steps is None else steps.all
+    busy, peak = part.device(device).busy, timeline.device(device).peak_bytes
+    utilization = mfu(part, device) if steps is not None else part.device(device).mfu
     yield (
-        f"  sim:{device}: computes {about.busy / max(timeline.seconds, 1e-12):.0%} of the time, "
-        f"MFU {about.mfu:.1%}, at most {about.peak_bytes / GIB:.2f} GiB, "
-        f"{timeline.overlap('copy', 'compute', device):.0%} of the copying while it computes"
+        f"  sim:{device}: computes {busy / max(part.seconds, 1e-12):.0%} of the time"
+        f"{'' if steps is None else ' of the steps'}, MFU {utilization:.1%}, at most {peak / GIB:.2f} GiB, "
+        f"{part.overlap('copy', 'compute', device):.0%} of the copying while it computes"
     )
-    if about.communicating:
-        hidden = timeline.overlap("collective", "compute", device)
-        yield f"    {in_words(about.communicating)} of collectives, {hidden:.0%} of them while it computes"
+    communicating = part.device(device).communicating
+    if communicating:
+        hidden = part.overlap("collective", "compute", device)
+        yield f"    {in_words(communicating)} of collectives, {hidden:.0%} of them while it computes"
+
+
+def advice_in_words(advice: Sequence[Advice]) -> list[str]:
+    """A line for each piece of advice, with what a step takes without it and with it."""
+    lines = [f"  {one.write}: {in_words(one.before)} -> {in_words(one.after)} a step" for one in advice]
+    return ["Predicted to be faster", *lines] if lines else []
 
 
 def _copies(timeline: Timeline) -> list[str]:
@@ -69,7 +119,7 @@ def _together(timeline: Timeline) -> str:
 def _described(wait: Wait) -> str:
     where = wait.where or "code that is not yours"
     times = "" if wait.times == 1 else f", in {wait.times} waits"
-    return f"{in_words(wait.seconds)} at {where}{times}: {wait.why}"
+    return f"{in_words(wait.seconds)} at {where}{times}: {wait.why}, {_of_it(wait.seconds, wait.idle)}"
 
 
 def _advice(why: str) -> Iterator[str]:

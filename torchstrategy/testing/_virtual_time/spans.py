@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from torchstrategy.testing._simulation.listeners import Stream
+
 Kind = Literal["compute", "copy", "collective"]
+Phase = Literal["forward", "backward", "optimizer"]
 Interval = tuple[float, float]
 
 
@@ -22,11 +27,23 @@ class Span(NamedTuple):
     flops: int
     at_peak: float  # the seconds that its arithmetic would take at the peak of its dtype
     where: str  # the line of the program
+    function: str  # of the program, in which that line is, as Python names it
+    phase: Phase  # forward is whatever is neither backward nor the optimizer's
+    host: str  # who asked for it: `"host"`, `"rank 1"`; nothing if several did
+    stream: Stream | None = None  # on which it was put; None: on none
+    launch: float = 0.0  # the seconds that it took the program to put it there
+    layout: float = 0.0  # the part of the seconds that would not be there in channels-last order
 
     @property
     def seconds(self) -> float:
         """How long it takes."""
         return self.end - self.start
+
+    @property
+    def users_function(self) -> str:
+        """The name of the function: `Net.forward`; nothing at the top of a file."""
+        name = self.function.rpartition("<locals>.")[2]
+        return "" if name == "<module>" else name
 
 
 class TimedCopy(NamedTuple):
@@ -103,6 +120,26 @@ def common(one: list[Interval], other: list[Interval]) -> Iterator[Interval]:
             i += 1
         else:
             j += 1
+
+
+def without(one: list[Interval], other: list[Interval]) -> Iterator[Interval]:
+    """The time that is in the first of two lists that `united` made, and not in the second."""
+    edges = [-math.inf, *(edge for interval in other for edge in interval), math.inf]
+    return common(one, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def during(start: float, end: float, intervals: list[Interval]) -> list[Interval]:
+    """What is in one interval of a list that `united` made."""
+    found: list[Interval] = []
+    for i in range(bisect_right(intervals, start, key=_end_of), len(intervals)):
+        if intervals[i][0] >= end:
+            break
+        found.append((max(start, intervals[i][0]), min(end, intervals[i][1])))
+    return found
+
+
+def _end_of(interval: Interval) -> float:
+    return interval[1]
 
 
 def length(intervals: Iterable[Interval]) -> float:

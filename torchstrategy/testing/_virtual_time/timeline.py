@@ -15,8 +15,10 @@ from torchstrategy.testing._virtual_time.spans import (
     Synchronization,
     TimedCopy,
     common,
+    during,
     length,
     united,
+    without,
 )
 
 
@@ -49,6 +51,7 @@ class Wait(NamedTuple):
     where: str
     seconds: float
     times: int
+    idle: float  # the seconds of them in which no device computes that the program puts work on
 
 
 @final
@@ -64,6 +67,8 @@ class Timeline:
     synchronizations: Sequence[Synchronization]
     cpu_work: Sequence[CpuWork]
     peaks: Mapping[int, int]  # bytes, by device
+    ends: Sequence[float] = ()  # when the steps that end in it are done
+    begin: float | None = None  # when the first of them begins; None: nobody knows
 
     @property
     def seconds(self) -> float:
@@ -105,20 +110,70 @@ class Timeline:
         return shared / whole if whole else 1.0
 
     def waits(self) -> list[Wait]:
-        """What the program waits for, the longest first."""
-        found: dict[tuple[str, str], tuple[float, int]] = {}
+        """What the program waits for: first what matters, since devices are idle for long, and then the longest."""
+        found: dict[tuple[str, str], Wait] = {}
+        idle = self.idle_by_host()
         for one in self.synchronizations:
-            seconds, times = found.get((one.why, one.where), (0.0, 0))
-            found[one.why, one.where] = seconds + one.seconds, times + 1
-        waits = [Wait(why, where, seconds, times) for (why, where), (seconds, times) in found.items()]
-        return sorted(waits, key=lambda wait: -wait.seconds)
+            why, where, seconds, times, lost = found.get((one.why, one.where), Wait(one.why, one.where, 0.0, 0, 0.0))
+            lost += length(during(one.start, one.start + one.seconds, idle.get(one.host, [])))
+            found[why, where] = Wait(why, where, seconds + one.seconds, times + 1, lost)
+        least = MATTERS * self.seconds
+        return sorted(found.values(), key=lambda wait: (-wait.idle if wait.idle > least else 0.0, -wait.seconds))
+
+    def idle_by_host(self) -> dict[str, list[Interval]]:
+        """When no device computes that one program, or one rank, puts work on; nor takes part in a collective."""
+        devices: dict[str, set[int]] = {}
+        for span in self.spans:
+            devices.setdefault(span.host, set()).add(span.device)
+        for one in self.synchronizations:
+            devices.setdefault(one.host, set())
+        everywhere = set(self.devices)
+        busy = {device: self.busy(device) for device in everywhere}
+        return {
+            host: list(
+                without(
+                    [(self.since, self.until)],
+                    united(interval for device in mine or everywhere for interval in busy[device]),
+                )
+            )
+            for host, mine in devices.items()
+        }
+
+    def busy(self, device: int) -> list[Interval]:
+        """When a device computes or takes part in a collective."""
+        return united([*self.times(device, "compute"), *self.times(device, "collective")])
+
+    def idle(self, device: int) -> list[Interval]:
+        """When it does neither."""
+        return list(without([(self.since, self.until)], self.busy(device)))
+
+    @property
+    def is_training(self) -> bool:
+        """Whether there is a backward pass, or a step of an optimizer."""
+        return any(span.phase != "forward" for span in self.spans)
 
     def lanes(self) -> Iterator[tuple[str, Sequence[Span | Synchronization | CpuWork]]]:
         """What to draw in one line each: the program, and of each device its streams and its engines."""
         for host in sorted({one.host for one in self.synchronizations} | {one.host for one in self.cpu_work}):
             waits = [one for one in self.synchronizations if one.host == host and one.seconds]
             yield host, [*waits, *(work for work in self.cpu_work if work.host == host)]
+        is_training = self.is_training
         for device in self.devices:
-            mine = [span for span in self.spans if span.device == device]
-            for lane in sorted({span.lane for span in mine}, key=lambda lane: (not lane.startswith("stream"), lane)):
-                yield f"sim:{device}, {lane}", [span for span in mine if span.lane == lane]
+            lanes: dict[str, list[Span]] = {}
+            for span in self.spans:
+                if span.device == device:
+                    is_phase = is_training and span.kind == "compute" and span.lane == DEFAULT_LANE
+                    lanes.setdefault(span.phase if is_phase else span.lane, []).append(span)
+            for lane in sorted(lanes, key=_order_of_lane):
+                yield f"sim:{device}, {lane}", lanes[lane]
+
+
+DEFAULT_LANE = "stream 0"
+MATTERS = 0.005  # the part of the time that a device has to be idle, so that a wait matters
+_PHASES = ("forward", "backward", "optimizer")
+
+
+def _order_of_lane(lane: str) -> tuple[bool, bool, int, str]:
+    """Phases first, which are the work on the default stream, then streams, and then engines."""
+    phase = _PHASES.index(lane) if lane in _PHASES else 0
+    return lane not in _PHASES, not lane.startswith("stream"), phase, lane

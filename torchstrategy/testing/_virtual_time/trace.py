@@ -10,15 +10,17 @@ from typing_extensions import Self
 
 from torchstrategy._base.errors import plural
 from torchstrategy.testing._simulation.ordinals import ordinal
+from torchstrategy.testing._virtual_time.advice import Advice, advice
 from torchstrategy.testing._virtual_time.clock import Clock
 from torchstrategy.testing._virtual_time.perfetto import perfetto
 from torchstrategy.testing._virtual_time.picture import picture
 from torchstrategy.testing._virtual_time.profiles import DeviceProfile
-from torchstrategy.testing._virtual_time.report import report
+from torchstrategy.testing._virtual_time.report import advice_in_words, report
 from torchstrategy.testing._virtual_time.spans import Synchronization, TimedCopy
 from torchstrategy.testing._virtual_time.timeline import DeviceTime, Timeline
 
 _Device = torch.device | str | int
+_STEP = "step"
 
 
 @final
@@ -100,8 +102,11 @@ class VirtualTrace:
         """
         return self._timeline().overlap(one, other, None if device is None else ordinal(device))
 
-    def mark(self, name: str = "step") -> None:
+    def mark(self, name: str = _STEP) -> None:
         """Marks this moment of the program, and so the beginning of a step. Of ranks, the marks of the first one count.
+
+        Reports see by themselves where `optimizer.step()` ends a step, and `step` says it where there is none. A mark
+        says where the first step begins, and what comes before it is set-up.
 
         Args:
             name: What it is called.
@@ -111,7 +116,7 @@ class VirtualTrace:
             self._marks.append((name, host.now))
             self._clock.begin_peaks()
 
-    def step(self, number: int, name: str = "step") -> Self:
+    def step(self, number: int, name: str = _STEP) -> Self:
         """The part of the trace from a mark to the next one of the same name, or to the end.
 
         Args:
@@ -140,13 +145,19 @@ class VirtualTrace:
         part._part = 0 if self._marks else None, None
         return part
 
-    def _end_here(self) -> float:
-        """When all is done for which the program, or the rank whose thread this is, has asked until now."""
-        return self._clock.end_here
+    def _advice(self) -> list[Advice]:
+        """What would make its steps faster; nothing of a part, or if others, such as replicas, have given clocks."""
+        if self._part != (None, None) or self._clock.hosts.were_given:
+            return []
+        return advice(self._clock.acts, self.profile)
 
     def report(self) -> str:
-        """The trace in words: the devices, the copies, and the five longest waits with the lines that cause them."""
-        return report(self._timeline())
+        """The trace in words: its steps, the devices, the copies, and the five waits that matter most.
+
+        A trace of a whole block ends with advice: at most five changes, each of which was predicted to make its steps
+        faster.
+        """
+        return "\n".join([report(self._timeline()), *advice_in_words(self._advice())])
 
     def save(self, path: str | Path) -> None:
         """Writes the timeline to a file.
@@ -189,4 +200,11 @@ class VirtualTrace:
             synchronizations=[one for one in clock.synchronizations if is_in(one.start)],
             cpu_work=[work for work in clock.cpu_work if is_in(work.start)],
             peaks=clock.peaks(0 if first is None else first + 1, None if last is None else last + 1),
+            ends=[end for end in clock.ends if is_in(end)],
+            begin=since if first is not None else self._first_step(),
         )
+
+    def _first_step(self) -> float | None:
+        """When the first step begins, if the program has marked that."""
+        moment = next((moment for name, moment in self._marks if name == _STEP), None)
+        return moment if moment is not None and moment < next(iter(self._clock.ends), moment) else None

@@ -13,8 +13,10 @@ from torchstrategy.testing._simulation.program import watching_the_cpu
 from torchstrategy.testing._simulation.replacing import replacing
 from torchstrategy.testing._simulation.shapes import computing_shapes_only
 from torchstrategy.testing._virtual_time.clock import Clock
+from torchstrategy.testing._virtual_time.fused import watching_optimizers
 from torchstrategy.testing._virtual_time.hosts import Hosts, of_others
 from torchstrategy.testing._virtual_time.profiles import DeviceProfile
+from torchstrategy.testing._virtual_time.steps import following_steps
 from torchstrategy.testing._virtual_time.trace import VirtualTrace
 
 _FUNCTIONS = ("time", "perf_counter", "monotonic")
@@ -69,6 +71,8 @@ def virtual_time(
         clock = Clock(known, hosts, device_count())
         if shapes_only:
             block.enter_context(computing_shapes_only())
+        block.enter_context(watching_optimizers(clock))
+        block.enter_context(following_steps(clock.step_ends))
         block.enter_context(listening(clock))
         block.enter_context(watching_the_cpu())
         if program_clock:

@@ -1,0 +1,107 @@
+"""docs/public-programs.md has the table that benchmarks/public_programs.py makes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "public-programs.md"
+
+PROGRAM = """
+import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(9):
+    loss = torch.nn.functional.dropout(model(torch.ones(1, 3).to(device)), {dropout}).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(f"loss {{loss.item():.3f}}")
+"""
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    """The module benchmarks/public_programs.py."""
+    known = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("public_programs")
+    for name in set(sys.modules) & {"public_programs", "programs_of_others"} - known:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def folder(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four programs of somebody, and an empty page."""
+    (tmp_path / "things").mkdir()
+    for name, text in (
+        ("right", PROGRAM.format(dropout=0.0)),
+        ("draws", PROGRAM.format(dropout=0.5)),
+        ("wrong", "raise ValueError('it has | no data')"),
+        ("absent", "import nothing_of_this_name"),
+    ):
+        (tmp_path / "things" / f"{name}.py").write_text(text)
+    programs = [script.Program("somebody/things", f"{name}.py", on_cpu=(), steps=3) for name in ("right", "draws")]
+    programs.append(script.Program("somebody/things", "wrong.py", short="--now", why="Give it some."))
+    programs.append(script.Program("somebody/things", "absent.py", ranks=2))
+    programs.append(script.Program("nobody/gone", "main.py"))
+    monkeypatch.setattr(script, "PROGRAMS", programs)
+    (tmp_path / "page.md").write_text(f"# A page\n\n{script.BEGIN}\nold\n{script.END}\nthe rest\n")
+    return tmp_path
+
+
+def test_the_script_runs_what_is_there_and_writes_the_table(
+    script: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["public_programs.py", str(folder), "--page", str(folder / "page.md")])
+    script.main()
+    text = (folder / "page.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if "somebody/things" in line]
+    assert [row[1] for row in rows] == ["`right.py`", "`draws.py`", "`wrong.py`", "`absent.py`"]
+    assert [row[2] for row in rows] == ["", "", "`--now`", "`--ranks 2`"]
+    assert [row[3] for row in rows] == [
+        "well, 3 steps",
+        "well, 3 steps",
+        "ValueError: it has \\| no data Give it some.",
+        "ModuleNotFoundError: No module named 'nothing_of_this_name' Install it.",
+    ]
+    # The third step ends the program before it prints.
+    assert rows[0][4] == "equal (2)" and rows[0][5].startswith("0.7 waits and 1.7 blocking copies a step")
+    assert rows[1][4] == "equal (2)" or rows[1][4].endswith("`bernoulli_` draw others on a GPU")
+    assert "4 programs with torch" in text and "2 ended well" in text and "old" not in text and "the rest" in text
+
+    # What has a result is not run again.
+    (folder / "things" / "right.py").write_text("raise SystemExit(1)")
+    script.main()
+    assert (folder / "page.md").read_text() == text
+    assert len(json.loads((folder / "results.json").read_text())) == 4
+
+
+def test_numbers_are_those_that_matter(script: Any) -> None:
+    printed = "Epoch 3 Time 1.25 Loss 2.5e+00 ( 2.5e+00) Acc@1 12.50\ntrain loss: nan, 17 ms\nppl   300.2\n"
+    found = script.numbers(printed)
+    assert str(found) == "[2.5, 12.5, nan, 300.2]"
+    assert script.is_same(2.5, 2.501) and not script.is_same(2.5, 2.51) and script.is_same(found[2], found[2])
+
+
+def test_the_page_has_a_row_for_each_program(script: Any) -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| [")]
+    cells = [[cell.strip() for cell in row.split(" | ")] for row in rows]
+    known = {(program.repository, program.file.rpartition("/")[2]) for program in script.PROGRAMS}
+    shown = {(cell[0].partition("[")[2].partition("]")[0], cell[1].strip("`").rpartition("/")[2]) for cell in cells}
+    assert shown and shown <= known and all(len(cell) == 6 for cell in cells)
+
+
+def test_no_program_differs_from_the_cpu_without_a_reason() -> None:
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("| [") and " of " in line.split(" | ")[4]:
+            assert "draw others on a GPU" in line or "sets no seed there" in line, line
