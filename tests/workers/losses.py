@@ -146,7 +146,7 @@ def random_loss(seed: int) -> tuple[Loss, list[Rows]]:
         terms = [wrapped(term(net, rows), net, wrappings) for term, wrappings in parts]
         return wrapped(functools.reduce(operator.add, terms), net, around)
 
-    # From the graph, a loss of two terms may be a loop over two rows, and times 8 may be by 8 rows. No replica has such.
+    # From the graph, a loss of two terms may be a loop over two rows, and times 8 may be by 8 rows. None has these.
     sizes = draw.choices((9, 12, 12, 12, 15, 14, 18), k=3)
     batches = [rows_of(size, draw.randrange(1000)) for size in sizes]
     # What is divided by a Python number that is zero is not read.
