@@ -68,7 +68,7 @@ def of_workers(strategy: str) -> list[float]:
 
 
 def test_the_program_for_several_processes_prints_what_one_prints() -> None:
-    ours = 'torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], examples=count_tokens)'
+    ours = 'torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], gradient_reduction="loss")'
     expected = of_workers("torchstrategy.get_strategy()")
     assert len(expected) == 3
     found = cluster(2).run(of_workers, ours)

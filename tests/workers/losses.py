@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
 from known_losses import KNOWN, Loss, Net, Rows, ce, each, masked, rows_of
@@ -146,8 +147,8 @@ def random_loss(seed: int) -> tuple[Loss, list[Rows]]:
         terms = [wrapped(term(net, rows), net, wrappings) for term, wrappings in parts]
         return wrapped(functools.reduce(operator.add, terms), net, around)
 
-    # Of two to four replicas, none has one row or two: from the graph, a loss of two terms may be a loop over two rows.
-    sizes = draw.choices((9, 12, 12, 12, 15, 14, 16), k=3)
+    # From the graph, a loss of two terms may be a loop over two rows, and times 8 may be by 8 rows. None has these.
+    sizes = draw.choices((9, 12, 12, 12, 15, 14, 18), k=3)
     batches = [rows_of(size, draw.randrange(1000)) for size in sizes]
     # What is divided by a Python number that is zero is not read.
     if draw.random() < 0.3 and COUNTED[4] not in [one for one, _ in parts]:
@@ -358,6 +359,34 @@ def by_turns(model: Any, optimizer: Any) -> Step:
     return step
 
 
+def in_checkpoints(model: Any, optimizer: Any) -> Step:
+    """In some runs gradients come in two parts."""
+
+    def step(batch: Any, k: int) -> None:
+        optimizer.zero_grad()
+        x = batch[0].clone().requires_grad_()
+        hidden = sum(checkpoint(model.body, x * part, use_reentrant=True) for part in range(1, 2 + k % 2))
+        F.cross_entropy(model.head(hidden).flatten(0, 1), batch[1].flatten()).backward()
+        optimizer.step()
+
+    return step
+
+
+def used_by_some(model: Any, optimizer: Any) -> Step:
+    """In some workers no row uses some of the parameters."""
+
+    def step(batch: Any, k: int) -> None:
+        optimizer.zero_grad()
+        hidden, uses = model.body(batch[0]), batch[0][:, 0, :1] > 0.8
+        outputs = model.head(hidden)
+        if uses.any():
+            outputs = outputs + model.other(hidden) * uses[:, None]
+        F.cross_entropy(outputs.flatten(0, 1), batch[1].flatten()).backward()
+        optimizer.step()
+
+    return step
+
+
 def line_search(model: Any, optimizer: Any) -> Step:
     search = torch.optim.LBFGS(list(model.head.parameters()), lr=0.1, max_iter=3, history_size=2)
 
@@ -375,6 +404,7 @@ def line_search(model: Any, optimizer: Any) -> Step:
 
 PROGRAMS: list[Program] = [ordinary, clipped, several_backwards, same_graph_twice, over_runs, other_terms_later]
 PROGRAMS += [zero_where_nothing_is_valid, zero_of_one_term, scaled, hooked, sparse, by_turns, line_search]
+PROGRAMS += [in_checkpoints, used_by_some]
 
 
 def trained(strategy: Any, program: Program, by: str | None) -> list[torch.Tensor]:

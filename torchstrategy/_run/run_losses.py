@@ -190,7 +190,8 @@ class LossesOfRun:
 
     def warn(self) -> None:
         """Called when the run has ended."""
-        self._of_all.warn(self._fn, self._watcher, self._rows)
+        if isinstance(self._watcher, LossNotes) or self._watcher.found:
+            self._of_all.warn(self._fn, self._watcher, self._rows)
 
 
 def _tell_by_rows(found: LossWeights, column: Column, rows: Sequence[float]) -> str | None:

@@ -19,7 +19,7 @@ from torchstrategy._base.marks import digest
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.graph_nodes import is_scalar
 from torchstrategy._run.losses.loss_terms import DIVISOR, NUMBER, SELECTION, TARGETS, Scale
-from torchstrategy._run.losses.loss_weights import Fact, Reading, count_of, counts_alone, number_of
+from torchstrategy._run.losses.loss_weights import Fact, Reading, counts_alone, number_of
 
 _MOST_KNOWN = 256  # are kept: a step may make another loss each time
 _HEAD = struct.Struct("<HH8s")  # which replica, how many numbers, and the digest of what the loss is made of
@@ -75,6 +75,8 @@ class ToldLosses:
 def when_to_compare(reading: Reading, is_even: bool, rows: float | None) -> str:
     """When workers have to compare their losses, if all have read the same as this one, but for counts.
 
+    It does not depend on the counts. Those that travel with the gradients have to be numbers from 0 on.
+
     Args:
         reading: What was read.
         is_even: Whether all workers count the same by their rows.
@@ -88,9 +90,7 @@ def when_to_compare(reading: Reading, is_even: bool, rows: float | None) -> str:
         return BEFORE
     if first.source == NUMBER:
         return NEVER  # it is compared beside the gradients: where all have it, it counts nothing
-    if first.has_awaited or not counts_alone(first, rows):
-        return BEFORE
-    return WITH if first.is_awaited or 0 <= count_of(first, reading) < torch.inf else BEFORE
+    return BEFORE if first.has_awaited or not counts_alone(first, rows) else WITH
 
 
 def mark_of(reading: Reading) -> int:

@@ -34,13 +34,15 @@ def weigh(numbers: torch.Tensor, weight: float | torch.Tensor) -> None:
         numbers.mul_(weight)
 
 
-def weighed(numbers: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
-    """The same numbers times the weight of a replica, in memory of their own."""
-    if isinstance(weight, torch.Tensor) or not weight:
-        copy = numbers.clone()
-        weigh(copy, weight)
-        return copy
-    return numbers * weight
+def weigh_into(out: torch.Tensor, numbers: torch.Tensor, weight: float | torch.Tensor) -> None:
+    """The same as `weigh`, with the products in other memory."""
+    if isinstance(weight, torch.Tensor):
+        weight = weight.to(numbers.device)
+        torch.mul(numbers, weight, out=out).masked_fill_(weight == 0, 0)
+    elif not weight:
+        out.zero_()
+    else:
+        torch.mul(numbers, weight, out=out)
 
 
 def multiply(numbers: torch.Tensor, factor: float | torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from torchstrategy._base.torch_internals import hide_from_compiler, losses_run_b
 from torchstrategy._group.participants import ReplicaWeights
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.graph_nodes import without_unpacking
-from torchstrategy._run.losses.loss_terms import DIVISOR, Term
+from torchstrategy._run.losses.loss_terms import DIVISOR, NUMBER, Term
 from torchstrategy._run.losses.loss_watchers import BY_LOSS, MAX_BACKWARDS, common_factor, reading_of, weighted_roots
 from torchstrategy._run.losses.loss_weights import LossWeights, Reading, count_of, number_of, weigh
 from torchstrategy._run.losses.told_losses import (
@@ -73,6 +73,8 @@ class LoneLosses:
     def __init__(self, workers: Workers) -> None:
         self.told = ToldLosses(workers, 1)
         self.usual: dict[_Place, _Usual] = {}  # the same in all workers
+        # By what was read, when workers compare it, and the mark of it. It takes long to find out.
+        self.kinds: dict[object, tuple[str, int]] = {}
 
 
 @final
@@ -137,17 +139,31 @@ class LoneLossWeigher:
 
     def _counted(self, reading: Reading, usual: _Usual) -> CountedGradients | None:
         """How this worker counts, if it has read what is usual there; else None."""
-        when = when_to_compare(reading, self._is_even, self._rows)
+        when, mark = self._kind_of(reading)
         if when != usual.when:
             return None
-        mark = mark_of(reading)
         if when == NEVER:
             return CountedGradients(mark)
         (fact,) = reading.facts
         if fact.is_awaited != usual.is_awaited:
             return None
         count = count_on_device(reading) if fact.is_awaited else count_of(fact, reading)
+        if not isinstance(count, torch.Tensor) and not 0 <= count < torch.inf:
+            return None
         return CountedGradients(mark, count, usual.total, is_zero=fact.source == DIVISOR)
+
+    def _kind_of(self, reading: Reading) -> tuple[str, int]:
+        """When the workers compare such a loss, and the mark of it."""
+        fact = reading.facts[0]
+        if len(reading.facts) > 1 or fact.scales or fact.source == NUMBER:  # numbers of this step are a part of it
+            return when_to_compare(reading, self._is_even, self._rows), mark_of(reading)
+        kinds, key = self._of_all.kinds, (self._is_even, self._rows, fact._replace(counted=None))
+        known = kinds.get(key)
+        if known is None:
+            if len(kinds) >= _MOST_KNOWN:
+                kinds.clear()
+            kinds[key] = known = when_to_compare(reading, self._is_even, self._rows), mark_of(reading)
+        return known
 
     def _ask(self, place: _Place, reading: Reading) -> list[float] | None:
         """Compares the losses of all workers; returns what the gradient of each term is multiplied by. None: by 1."""
@@ -167,8 +183,10 @@ class LoneLossWeigher:
         when = when_to_compare(readings[0], self._is_even, self._rows)
         if when != WITH:
             return _Usual(when)
-        total = sum([count_of(reading.facts[0], reading) for reading in readings])
-        return _Usual(WITH, total, readings[0].facts[0].is_awaited) if 0 < total < torch.inf else _Usual(BEFORE)
+        counts = [count_of(reading.facts[0], reading) for reading in readings]
+        if not all(0 <= count < torch.inf for count in counts) or not any(counts):
+            return _Usual(BEFORE)
+        return _Usual(WITH, sum(counts), readings[0].facts[0].is_awaited)
 
     def _run_weighed(
         self,

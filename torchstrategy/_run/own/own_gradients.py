@@ -113,6 +113,7 @@ class OwnGradients(SentGradients):
         self.tensors = tensors
         self._plans = KnownPlans(tensors, self._workers.can_overlap)
         self._memories = PackMemories(self._marks.length)
+        self._staged = {}
         self._assigned.train(tensors)
 
     def begin_run(self, weights: ReplicaWeights, step: str, mentions: Mentions) -> None:
@@ -252,7 +253,7 @@ class OwnGradients(SentGradients):
                     rest = [i for i in plan.early if right.kinds[i] == SEVERAL]
                     memories = self._exchanged(right, own, rest)
                 if settled is not _AS_SENT:
-                    self._weigh_sums(settled, right, memories)
+                    self._weigh_sums(settled, memories)
         sparse = {i: self._sparse_sum(i, own[i]) for i in right.sparse} if right.sparse else {}
         if self._verdict is not None and not self._verdict.all_mention_same:
             self._mentions.settle(self._name)

@@ -11,7 +11,7 @@ from torchstrategy._base.context import undisturbed
 from torchstrategy._group.reductions import sum_of_sparse
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.counted_gradients import CountedGradients, Settled
-from torchstrategy._run.own.gradient_parts import as_sent, multiply, weigh, weighed
+from torchstrategy._run.own.gradient_parts import as_sent, weigh, weigh_into
 from torchstrategy._run.own.gradient_plans import GradientPlan
 from torchstrategy._run.own.mark_format import MarkFormat, Verdict
 from torchstrategy._run.own.pack_memory import PackMemories, PackMemory
@@ -62,6 +62,7 @@ class SentGradients:
         self._ask: Callable[[], float] = float
         self._is_unforeseen = False
         self._locals = {}
+        self._staged: dict[int, torch.Tensor] = {}  # by the position of a parameter, memory for a weighed gradient
 
     # How much they count
 
@@ -97,17 +98,19 @@ class SentGradients:
         assert self._verdict is not None
         return counted.settle(self._verdict.counts) if self._verdict.all_are_there else None
 
-    def _weigh_sums(self, settled: Settled, plan: GradientPlan, memories: Sequence[PackMemory]) -> None:
+    def _weigh_sums(self, settled: Settled, memories: Sequence[PackMemory]) -> None:
         """Weighs sums of gradients that were multiplied by counts. What is sent from here on has the right weight."""
         factor, weight = settled
         if weight is not None:
             self.sent_weight, self.loss_factor = weight, weight / self.weight
         if not isinstance(factor, torch.Tensor) and factor == 1.0:
+            self._staged.update(self._locals)  # the sums stay where they are, and that is free for the next step
             return
         for memory in memories:
             memory.multiply_gradients(factor)
-        for i in plan.large:
-            multiply(self._sums[i], factor)
+        for i, own in self._locals.items():
+            on_device = factor.to(own.device) if isinstance(factor, torch.Tensor) else factor
+            self._sums[i] = torch.mul(self._sums[i], on_device, out=own)
 
     # What is sent
 
@@ -122,9 +125,17 @@ class SentGradients:
             if self._counted is None:
                 weigh(gradient, self.sent_weight)
             else:
-                self._locals[i], gradient = gradient, weighed(gradient, self.sent_weight)
+                self._locals[i], gradient = gradient, self._staged_memory(i, gradient)
+                weigh_into(gradient, self._locals[i], self.sent_weight)
             self._sums[i] = gradient
             self._under_way.append(self._workers.begin_all_reduce(gradient.view(-1), self._name))
+
+    def _staged_memory(self, i: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory from which a large gradient is sent while that itself has to stay: new memory is slow."""
+        known = self._staged.get(i)
+        if known is None or (known.shape, known.dtype, known.device) != (like.shape, like.dtype, like.device):
+            self._staged[i] = known = torch.empty_like(like)
+        return known
 
     def _exchanged(
         self, plan: GradientPlan, own: list[torch.Tensor | None], rest: Sequence[int] = ()
@@ -140,6 +151,8 @@ class SentGradients:
             The sums of the others, and of the buffers.
         """
         first_parts = {i: self._sums.pop(i) for i in rest}
+        for i in rest:
+            self._staged.pop(i, None)  # the first part is there
         # Zeros for the mark: the sums have the same bits only where what is sent has the same length.
         memories = self._send(plan, own, [0.0] * self._marks.length)
         self._await_sums()
