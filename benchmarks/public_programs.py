@@ -41,6 +41,8 @@ SAID = re.compile(
 TO_DO = {
     "ModuleNotFoundError": "Install it.",
     "not done": "Give it less to do.",
+    "IndexError: invalid index of a 0-dim tensor": "It is older than torch 0.5: write `.item()` there.",
+    "NameError": "Nothing in it defines this name: mend the program.",
 }  # by the beginning of an error
 DRAWS = re.compile(r"(?<![\w.])(np\.|numpy\.)?random\.\w+\(")  # with the modules of Python or NumPy
 SEEDS = re.compile(r"(?<![\w.])(np\.|numpy\.)?random\.seed\(")
