@@ -19,7 +19,7 @@ from torchstrategy._base.options import NO_OPTIONS
 from torchstrategy._copies.gradients.gradient_reducer import GradientReducer
 from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, make_local
 from torchstrategy._group.group import InlineReplica
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 
 REPLICAS, WEIGHT, BAR = 4, 0.25, 1.1
 LAYOUTS = {"10 of 10 MB": (10, 2_500_000), "1,000 of 100 kB": (1_000, 25_000), "10,000 of 10 kB": (10_000, 2_500)}
@@ -108,12 +108,12 @@ def reduced(layout: str) -> Way:
     """As in a run under CentralStorageStrategy."""
     model = Model.of(layout, lambda data: make_local(ReplicaParameter, data, requires_grad=True))
     together = GradientReducer(model.owners, [""] * len(model.owners), model.local, take_turns=True)
-    replica_weights = ReplicaWeights.of((), REPLICAS, NO_OPTIONS, ReduceOp.MEAN)
+    participants = Participants.of((), REPLICAS, NO_OPTIONS, ReduceOp.MEAN)
     replicas = [InlineReplica(index, torch.device("cpu")) for index in range(REPLICAS)]
 
     def combine() -> None:
-        together.begin(replica_weights, (), lambda update: update())
-        for replica in replica_weights.present:
+        together.begin(participants, (), lambda update: update())
+        for replica in participants.present:
             together.of_replicas[replica].enter(replicas[replica])
             together.accumulate(replica)
         together.reduce()

@@ -136,7 +136,7 @@ class ReplicaContext:
         def combine(brought: Sequence[Tree]) -> list[Tree]:
             trees = dict(zip(group.participants.present, brought, strict=True))
             with refusing():
-                merged_args, merged_kwargs = group.participants.regrouped(trees, group.workers)
+                merged_args, merged_kwargs = group.participants.regroup(trees, group.workers)
             with Frame(self._strategy), self._published() as for_all:
                 function = merge_fn if for_all is None else for_all(merge_fn)
                 result = function(self._strategy, *merged_args, **merged_kwargs)

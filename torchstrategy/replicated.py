@@ -32,8 +32,8 @@ from torchstrategy._data.options import DatasetFn, InputOptions
 from torchstrategy._data.same_rows import mention_reads
 from torchstrategy._group.device_streams import DeviceStreams
 from torchstrategy._group.group import Replica, ReplicaGroup
-from torchstrategy._group.instruments import performed_alone
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.instruments import call_step_alone
+from torchstrategy._group.participants import Participants
 from torchstrategy._group.reductions import as_axis, as_tensor, gather_values, reduce_values
 from torchstrategy._group.replica_threads import Replicas
 from torchstrategy._group.workers import Workers
@@ -173,7 +173,7 @@ class ReplicatedExtended(StrategyExtended):
         strategy, storage, leaves = self._container_strategy(), self._storage, tree_leaves((args, kwargs))
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
-        # The numbers below are the steps of Note [The story of a step]; `regrouped` is 5.
+        # The numbers below are the steps of Note [The story of a step]; `regroup` is 5.
         weights = self._weights(storage, leaves, options, self._counts(args, kwargs, options))  # 1
         # A step that was looked at often enough goes no further way than this.
         is_settled = options.gradient_reduction is None and getattr(fn, "__code__", None) in self._losses.settled
@@ -215,7 +215,7 @@ class ReplicatedExtended(StrategyExtended):
                 self._streams.has_drawn &= not weights.is_understudy
             if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
                 run_state.replica_set.gradients.deliver_late_ones()
-            result = weights.regrouped(results, self._workers, are_results=True)
+            result = weights.regroup(results, self._workers, are_results=True)
         if streams is not None:
             self._side_streams = tuple(streams.side)
         run_state.warn()
@@ -237,14 +237,14 @@ class ReplicatedExtended(StrategyExtended):
         leaves: Sequence[Tree],
         options: RunOptions,
         counts: Sequence[float] | None,
-    ) -> ReplicaWeights:
+    ) -> Participants:
         """How much each replica counts. Where there are several workers, they tell each other their rows."""
         n, default = self._num_local, self._gradient_reduction
         if self._streams is None:
-            return ReplicaWeights.of(leaves, n, options, default, counts=counts)
+            return Participants.of(leaves, n, options, default, counts=counts)
         refuse_other_rows = mention_reads(self._workers, leaves)
         self._streams.begin()
-        weights = ReplicaWeights.of(leaves, n, options, default, self._workers, storage.has_news, counts)
+        weights = Participants.of(leaves, n, options, default, self._workers, storage.has_news, counts)
         refuse_other_rows()
         self._streams.settle()
         return weights
@@ -257,7 +257,7 @@ class ReplicatedExtended(StrategyExtended):
         """
         if options.examples is not None or self._examples is not None:
             # The only replica is the whole batch. But counts that do not fit are refused, as where there are several.
-            ReplicaWeights.of((), 1, options, ReduceOp.MEAN, counts=self._counts(args, kwargs, options))
+            Participants.of((), 1, options, ReduceOp.MEAN, counts=self._counts(args, kwargs, options))
         if args or kwargs:
             found = distributed_values.distributed_within((*args, *kwargs.values()))
             if found:
@@ -269,9 +269,9 @@ class ReplicatedExtended(StrategyExtended):
         try:  # not a block: see Note [What happens on Ctrl-C] in `_group/replica_threads`
             frames.append(frame)
             if device is None or not needs_device_context(device):
-                return performed_alone(fn, args, kwargs)
+                return call_step_alone(fn, args, kwargs)
             with in_use(device):
-                return performed_alone(fn, args, kwargs)
+                return call_step_alone(fn, args, kwargs)
         finally:
             del frames[depth:]
             frame.ends()

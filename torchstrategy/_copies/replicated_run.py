@@ -34,7 +34,7 @@ from torchstrategy._copies.optimizer_copies import OptimizerCopies, can_have_cop
 from torchstrategy._copies.replica_steppers import OptimizerHost, ReplicaOptimizer, SharedStepper
 from torchstrategy._copies.run_warnings import PLAIN_BATCH, SharedWrites, mark_training, warn_of_plain_batch
 from torchstrategy._group.group import Replica
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
 from torchstrategy._run.placement import Placement
 from torchstrategy._variables.variable import Variable, is_variable
@@ -178,7 +178,7 @@ class ReplicatedRun(OptimizerHost):
 
     Args:
         replica_set: The replica set.
-        replica_weights: How much each replica counts.
+        participants: How much each replica counts.
         outsiders: Trainable tensors that the step names and of which replicas have no copies, each with its name.
         steppers: The schedulers and scalers of the strategy, and those that the step names.
         trainers: The user's objects that hold models, with their attributes in each replica.
@@ -192,7 +192,7 @@ class ReplicatedRun(OptimizerHost):
     """
 
     replica_set: ReplicaSet
-    replica_weights: ReplicaWeights
+    participants: Participants
     outsiders: Sequence[tuple[torch.Tensor, str]]
     steppers: Sequence[Any]
     trainers: Sequence[Trainer]
@@ -247,7 +247,7 @@ class ReplicatedRun(OptimizerHost):
                 gradients=gradients,
                 index_of=replica_set.optimized[id(optimizer)],
                 host=self,
-                leads=r == self.replica_weights.present[0],
+                leads=r == self.participants.present[0],
                 own_state=replica_set.own_state(optimizer, r),
             )
             own.append(made)
@@ -331,12 +331,12 @@ class ReplicatedRun(OptimizerHost):
     def combine_losses(self, losses: Sequence[Any]) -> Any:
         if any(loss is None for loss in losses):
             return None
-        present, weights = self.replica_weights.present, []
+        present, weights = self.participants.present, []
         for r in present:
             factor = self.replica_set.gradients.of_replicas[r].loss_factor
             if factor is None:
                 raise RuntimeError(CLOSURE_OF_TERMS)
-            weights.append(self.replica_weights.weights[r] * factor)
+            weights.append(self.participants.weights[r] * factor)
         here = [loss.cpu() if isinstance(loss, torch.Tensor) else loss for loss in losses]
         # What does not count may be NaN, and 0 * NaN is NaN.
         total = sum(loss * weight for loss, weight in zip(here, weights, strict=True) if weight)
@@ -350,14 +350,14 @@ class ReplicatedRun(OptimizerHost):
         """Brings everything that the run made to the user's own objects. The parts that may raise come first."""
         # See Note [The order of a run and of its undoing] in `replicated_storage`, step 7.
         self._check_unwritten()
-        changes = self.replica_set.replicated.check_structure(self.replica_weights.present)
+        changes = self.replica_set.replicated.check_structure(self.participants.present)
         self._check_settings()
         with undisturbed():
             for writer in self._writers:
                 writer.put_together()
-            self.replica_set.replicated.put_together(self.replica_weights, changes)
+            self.replica_set.replicated.put_together(self.participants, changes)
             self.replica_set.gradients.reduce(can_wait=True)  # it also tells whether the workers wrote the same buffers
-            self.replica_set.replicated.return_to_originals(self.replica_weights, changes)
+            self.replica_set.replicated.return_to_originals(self.participants, changes)
         # A list, since all are written.
         if any([writer.write_back() for writer in self._writers]):
             self.replica_set.gradients.deliver_late_ones()
@@ -427,13 +427,13 @@ class ReplicatedRun(OptimizerHost):
         if self.replica_set.gradients.is_alone:
             if self._on_other_thread is not None:
                 raise RuntimeError(self._on_other_thread)
-            self.replica_set.replicated.check_unwritten(self.replica_weights.present)
+            self.replica_set.replicated.check_unwritten(self.participants.present)
             written = [] if self._outsiders_then is None else self._outsiders_then.written()
             if written:
                 raise RuntimeError(written_in_replica_message(self._names_of_outsiders[written[0]]))
 
     def _updating(self, optimizer: Optimizer | None, is_for_optimizer: bool) -> AbstractContextManager[object]:
-        self.replica_set.replicated.check_structure(self.replica_weights.present)
+        self.replica_set.replicated.check_structure(self.participants.present)
         self._check_settings()
         # The update is to use the learning rate that the step has just set.
         self._return_settings()
@@ -441,7 +441,7 @@ class ReplicatedRun(OptimizerHost):
 
     def _check_settings(self) -> None:
         """Refuses settings of optimizers that cannot become one: see `ReplicaOptimizer.refuse_other_settings`."""
-        lead, *others = self.replica_weights.present
+        lead, *others = self.participants.present
         for i, optimizer in enumerate(self._optimizers.get(lead, [])):
             optimizer.refuse_other_settings(lead, {r: self._optimizers[r][i] for r in others if r in self._optimizers})
             if self.replica_set.placement.workers.count > 1:
@@ -449,7 +449,7 @@ class ReplicatedRun(OptimizerHost):
                 self.replica_set.placement.workers.compare(f"the settings of {name}:", optimizer.settings())
 
     def _return_settings(self) -> None:
-        for optimizer in self._optimizers.get(self.replica_weights.present[0], []):
+        for optimizer in self._optimizers.get(self.participants.present[0], []):
             optimizer.return_settings()
 
 

@@ -36,7 +36,7 @@ from torchstrategy._copies.refusals import refuse_uncopyable
 from torchstrategy._copies.replica_steppers import make_ready, refuse_bound_methods
 from torchstrategy._copies.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._copies.run_warnings import PLAIN_BATCH, SharedTensors, has_plain_rows, mark_training
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._run.placement import Placement
 from torchstrategy._run.storage import Storage
 from torchstrategy._run.worker_values import take_from_first_worker
@@ -99,12 +99,12 @@ class ReplicatedStorage(Storage):
     # must also work if what it undoes was not done.
     @contextmanager
     def begin_run(
-        self, replica_weights: ReplicaWeights, fn: ReplicaFn, leaves: Sequence[Tree], cross_replica: CrossReplica
+        self, participants: Participants, fn: ReplicaFn, leaves: Sequence[Tree], cross_replica: CrossReplica
     ) -> Iterator[ReplicatedRun]:
         """A run, from when it begins until it ends or fails.
 
         Args:
-            replica_weights: How much each replica counts.
+            participants: How much each replica counts.
             fn: The step.
             leaves: The leaves of its arguments.
             cross_replica: Enters the strategy's cross-replica context.
@@ -114,7 +114,7 @@ class ReplicatedStorage(Storage):
         ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
         refuse_bound_methods([*named.steppers, *ours])
         # The numbers below are the steps of Note [The order of a run and of its undoing].
-        if replica_weights.has_news:  # 0
+        if participants.has_news:  # 0
             # What the user has dropped must not be compared, so Python's collector of cycles runs first.
             gc.collect()
             known: list[weakref.ref[Any]] = [*self._variables.values(), *self._on_read.valuerefs()]
@@ -129,12 +129,12 @@ class ReplicatedStorage(Storage):
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
             originals += replica_set.originals()
-            run_state = self._make_run(replica_set, replica_weights, named, fn, leaves, cross_replica)  # 2
+            run_state = self._make_run(replica_set, participants, named, fn, leaves, cross_replica)  # 2
             originals += run_state.proxies()
             self._in_use[replica_set] = run_state  # 3
             for metric in replica_set.replicated.metrics:  # 4
-                metric.hand_out(replica_weights)
-            replica_set.gradients.begin(replica_weights, run_state.outsiders, run_state)  # 5
+                metric.hand_out(participants)
+            replica_set.gradients.begin(participants, run_state.outsiders, run_state)  # 5
             install(originals, replica_set)  # 6
             yield run_state
             uninstall(originals, replica_set)
@@ -161,7 +161,7 @@ class ReplicatedStorage(Storage):
     def _make_run(
         self,
         replica_set: ReplicaSet,
-        replica_weights: ReplicaWeights,
+        participants: Participants,
         named: StepReferences,
         fn: ReplicaFn,
         leaves: Sequence[Tree],
@@ -176,16 +176,16 @@ class ReplicatedStorage(Storage):
         num_replicas = len(self.devices)
         run = RunReplicas(
             num_replicas=num_replicas,
-            present=replica_weights.present,
+            present=participants.present,
             has_others=self.placement.workers.count > 1,
-            is_understudy=replica_weights.is_understudy,
+            is_understudy=participants.is_understudy,
         )
         kept = self._kept_by_hooks(replica_set, run, named, [fn, *leaves])
         trainers: list[Trainer] = []
         shared_trainers: list[SharedTrainer | SharedGlobal] = []
         if num_replicas > 1:  # a lone replica has the user's own trainers: nobody else reads what it writes
             trainers, shared_trainers = _make_trainers(named, run, kept)
-        several = len(replica_weights.present) > 1
+        several = len(participants.present) > 1
         # None if the step reaches no tensor that all replicas share.
         may_share = named.others or named.tensors or any(id(module) not in self._modules for _, module in named.modules)
         watch = self._shared.watch(named, self._modules, replica_set.known) if several and may_share else None
@@ -194,7 +194,7 @@ class ReplicatedStorage(Storage):
         before = mark_training(replica_set.replicated.owners) if is_plain else None
         return ReplicatedRun(
             replica_set=replica_set,
-            replica_weights=replica_weights,
+            participants=participants,
             outsiders=self._find_outsiders(replica_set, named),
             steppers=steppers,
             trainers=trainers,

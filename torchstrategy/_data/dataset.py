@@ -147,7 +147,7 @@ class DistributedIterator(BatchIterator[T]):
             workers = self._splitter.workers
             if isinstance(error, Exception) and is_refusal(error):
                 workers.refuse(error, "the next batch of a dataset")
-            workers.failed(error)  # they wait for this worker, which does not come
+            workers.tell_failure(error)  # they wait for this worker, which does not come
             raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -299,7 +299,7 @@ class DistributedDataset(Generic[T]):
             reading = self._read(self._splitter, self._routes)
         except BaseException as error:
             # The others are told before the loader is dropped: torch may wait for 5 s for a worker of it.
-            self._splitter.workers.failed(error)
+            self._splitter.workers.tell_failure(error)
             raise
         _readings.update(dict.fromkeys(shared, reading))
         positions = [source.position for source in self._splitter.sources]

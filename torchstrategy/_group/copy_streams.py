@@ -45,7 +45,7 @@ def _new_stream(device: Device, cargo: Cargo) -> torch.Stream:
         return torch.accelerator.current_stream(device)
 
 
-def leaving(gradient: torch.Tensor) -> torch.Tensor:
+def begin_copy_to_host(gradient: torch.Tensor) -> torch.Tensor:
     """A copy of a gradient of an accelerator in pinned memory of the CPU, which is there once its copy stream is done.
 
     The caller keeps the gradient until then.

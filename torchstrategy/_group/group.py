@@ -30,7 +30,7 @@ from torchstrategy._base.trace import traced
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._group.device_streams import NO_SIDE_STREAM, DeviceStreams, keep_for
 from torchstrategy._group.instruments import tell_held, tell_reached
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._group.reductions import check_addable, check_gatherable
 from torchstrategy._group.transfer import combine_in_buckets, concatenate_on, sum_each_on, sum_on
 from torchstrategy._group.workers import LONE, Workers, refusing
@@ -155,7 +155,7 @@ class ReplicaGroup:
     """
 
     replica: Replica
-    participants: ReplicaWeights
+    participants: Participants
     devices: Sequence[Device | None]
     workers: Workers = LONE
     bytes_per_pack: int = 0
@@ -409,7 +409,7 @@ def _list_names(names: Sequence[str]) -> str:
 
 # The group of a single replica that uses the user's own objects. It has no state, so one serves all of them, and nobody
 # asks for its device.
-ALONE = ReplicaGroup(InlineReplica(0, torch.device("cpu", 0)), ReplicaWeights((0,), (1.0,), ReduceOp.SUM), (None,))
+ALONE = ReplicaGroup(InlineReplica(0, torch.device("cpu", 0)), Participants((0,), (1.0,), ReduceOp.SUM), (None,))
 
 
 def group_here(what: str) -> ReplicaGroup | None:

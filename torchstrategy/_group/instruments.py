@@ -94,7 +94,7 @@ def call_step(replica: int, call: Callable[[], T]) -> T:
     return result
 
 
-def performed_alone(fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+def call_step_alone(fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
     """Runs a strategy's only replica on the caller's thread."""
     # Without an instrument, a single replica should cost no more than a call of the step.
     if not IN_FORCE.get():

@@ -43,7 +43,7 @@ from torchstrategy._group.workers import LONE, Workers
 # Where no worker has a row, and with `run_empty_replicas`, all replicas take part.
 @final
 @dataclass(frozen=True)
-class ReplicaWeights:
+class Participants:
     """The replicas that take part in one run, and how much each counts.
 
     Args:
@@ -92,7 +92,7 @@ class ReplicaWeights:
         """The replicas whose gradients count: those that got rows of the batch, and that do not count 0."""
         return tuple(r for r in self.present if self.weights[r])
 
-    def regrouped(self, trees: Mapping[int, Tree], workers: Workers, are_results: bool = False) -> Tree:
+    def regroup(self, trees: Mapping[int, Tree], workers: Workers, are_results: bool = False) -> Tree:
         """One tree of the trees of the replicas that take part.
 
         A replica that takes none is absent from it: a distributed value has a component for each of the strategy.
@@ -112,7 +112,7 @@ class ReplicaWeights:
         workers: Workers = LONE,
         has_news: bool = False,
         counts: Sequence[float] | None = None,
-    ) -> ReplicaWeights:
+    ) -> Participants:
         """The weights for one run whose arguments have these leaves.
 
         Args:
@@ -171,7 +171,7 @@ class ReplicaWeights:
         default: ReduceOp,
         workers: Workers,
         counts: Sequence[float] | None = None,
-    ) -> ReplicaWeights:
+    ) -> Participants:
         """The weights where each of several workers has one replica, for one run with these values as arguments.
 
         The workers ask one another only if the batch does not say how many rows all of them have, or if these are not
@@ -205,7 +205,7 @@ class ReplicaWeights:
         count: int,
         has_news: bool = False,
         knows_rows: bool = True,
-    ) -> ReplicaWeights:
+    ) -> Participants:
         """The weights, from what is known of each replica of all `count` workers, of which this is number `index`."""
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked;
         # but see Note [Why a worker without rows runs the step].
@@ -237,11 +237,11 @@ class ReplicaWeights:
 @functools.lru_cache(maxsize=64)  # most batches of a training have the same number of rows
 def _of_rows(
     rows_of_all: tuple[int, ...], index: int, runs_empty: bool, is_mean: bool, knows_rows: bool
-) -> tuple[ReplicaWeights, Sequence[tuple[str, object]]]:
+) -> tuple[Participants, Sequence[tuple[str, object]]]:
     """The weights, and what the workers compare: lists, which are the very same at each call."""
     reduction = ReduceOp.MEAN if is_mean else ReduceOp.SUM  # not an argument: to look for it would take a call
     everyone = [_Told(share=float(rows), rows=float(rows), is_absent=False, has_rows=rows > 0) for rows in rows_of_all]
-    weights = ReplicaWeights._of_everyone(
+    weights = Participants._of_everyone(
         everyone, 1, runs_empty, reduction, index, len(rows_of_all), knows_rows=knows_rows
     )
     compared = [("RunOptions", [reduction.value, runs_empty]), ("the rows of the batch:", list(rows_of_all))]

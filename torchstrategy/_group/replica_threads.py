@@ -37,7 +37,7 @@ from torchstrategy._base.trace import traced
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._group.device_streams import DeviceStreams
 from torchstrategy._group.group import InlineReplica, Replica, ReplicaStopped, Watch
-from torchstrategy._group.instruments import Turns, performed_alone, tell_held, tell_run_begins
+from torchstrategy._group.instruments import Turns, call_step_alone, tell_held, tell_run_begins
 from torchstrategy._group.one_of_several import STOP, Ended, OneOfSeveral, Paused, Report, Synchronizing, await_turn
 from torchstrategy._group.random_streams import RandomStreams
 
@@ -488,7 +488,7 @@ class Replicas:
         replica = InlineReplica(0, device, torch.get_default_device(), device_streams=device_streams)
         with in_use(device):
             try:
-                return performed_alone(call, (replica,), {})
+                return call_step_alone(call, (replica,), {})
             finally:
                 if device_streams is not None:
                     device_streams.end_step()

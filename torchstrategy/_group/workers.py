@@ -164,10 +164,10 @@ class Workers:
             name: The name of the exchange.
         """
 
-    def failed(self, error: BaseException) -> None:
+    def tell_failure(self, error: BaseException) -> None:
         """Tells the other workers that this one leaves by an exception, unless they have it, too."""
 
-    def lost(self, error: RuntimeError) -> RuntimeError:
+    def explain_lost_worker(self, error: RuntimeError) -> RuntimeError:
         """The error that names a lost worker, if an operation that somebody else has begun failed because of it.
 
         Else the error itself.
@@ -214,7 +214,7 @@ class Workers:
         """
         if isinstance(error, (TypeError, ValueError)) and (is_early or is_refusal(error)):
             self.refuse(error, name)
-        self.failed(error)
+        self.tell_failure(error)
 
     @final
     def draw_as_first(self, generators: Sequence[GeneratorLike], name: str) -> None:

@@ -15,8 +15,8 @@ from torchstrategy._base.torch_internals import is_profiling
 from torchstrategy._base.trace import traced
 from torchstrategy._base.types import Device, ReplicaFn, StrategyLike, Tree
 from torchstrategy._group.group import InlineReplica, ReplicaGroup
-from torchstrategy._group.instruments import performed_alone
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.instruments import call_step_alone
+from torchstrategy._group.participants import Participants
 from torchstrategy._run.own.own_objects import OwnObjects
 from torchstrategy._run.run_losses import RunLosses
 from torchstrategy.replica_context import LoneFrame, refuse_unfinished
@@ -50,7 +50,7 @@ def run_on_own_objects(
     workers = storage.placement.workers
     values = distributed_values.distributed_within((*args, *kwargs.values()))
     check_component_counts(values, 1)
-    weights = ReplicaWeights.of_lone_replicas(values, options, losses.reduction, workers, counts)
+    weights = Participants.of_lone_replicas(values, options, losses.reduction, workers, counts)
     device = storage.devices[0]
     # Where the step has the caller's default device, nobody needs to ask for it, which takes long.
     callers_device = torch.get_default_device() if needs_device_context(device) else None
@@ -68,10 +68,10 @@ def run_on_own_objects(
             frames.append(frame)
             workers.begin_step()
             if callers_device is None:
-                result = performed_alone(fn, args, kwargs)
+                result = call_step_alone(fn, args, kwargs)
             else:
                 with in_use(device):
-                    result = performed_alone(fn, args, kwargs)
+                    result = call_step_alone(fn, args, kwargs)
             if result is not None:
                 refuse_unfinished(result)
         finally:
@@ -90,10 +90,10 @@ def run_on_own_objects(
         result = storage.run(weights, name, values, (args, kwargs), watched)
     if watching is not None:
         watching.warn()
-    return None if result is None else weights.regrouped({0: result}, workers, are_results=True)
+    return None if result is None else weights.regroup({0: result}, workers, are_results=True)
 
 
-def _group_of(storage: OwnObjects, weights: ReplicaWeights, callers_device: Device | None) -> ReplicaGroup:
+def _group_of(storage: OwnObjects, weights: Participants, callers_device: Device | None) -> ReplicaGroup:
     """The replica, as it synchronizes with those of other workers."""
     replica = InlineReplica(0, storage.devices[0], callers_device)
     replica.telling = storage.placement.workers.arrive

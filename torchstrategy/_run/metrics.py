@@ -22,7 +22,7 @@ from torchstrategy._base.context import is_in_replica
 from torchstrategy._base.marks import version_of
 from torchstrategy._base.objects.changes import are_same
 from torchstrategy._group.group import group_here
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._group.workers import Workers
 
 Inside = dict[str, Any]  # the `__dict__` of a module
@@ -60,10 +60,10 @@ class Metric:
     _given: dict[tuple[int, str], list[object]] = field(default_factory=dict)
     _together: dict[str, Any] = field(default_factory=dict)  # by name: the states with the counts of all replicas
 
-    def hand_out(self, replica_weights: ReplicaWeights) -> None:
+    def hand_out(self, participants: Participants) -> None:
         """Before a run: the first replica gets the states of the user's metric, the others the default states."""
-        original, present = self.original, replica_weights.present
-        leads = replica_weights.lead_worker == self.workers.index  # the first of the replicas is that of all processes
+        original, present = self.original, participants.present
+        leads = participants.lead_worker == self.workers.index  # the first of the replicas is that of all processes
         if _is_collection(original):
             # A `MetricCollection` lets metrics with equal states share them. In a replica each metric gets states
             # of its own, so each has to update them.
@@ -86,16 +86,16 @@ class Metric:
                 state = _bring_to(self.devices[r], begun, copy=True)
                 local[name], self._given[r, name] = state, _note_state(state)
 
-    def put_together(self, replica_weights: ReplicaWeights) -> None:
+    def put_together(self, participants: Participants) -> None:
         """After a run: computes the states with the counts of the replicas of all processes, for `write_back`.
 
         Raises:
             RuntimeError: If a metric does not say how a state of several replicas becomes one.
         """
-        fractions = [(r, replica_weights.fractions[r]) for r in replica_weights.present]
+        fractions = [(r, participants.fractions[r]) for r in participants.present]
         names = dict.fromkeys(name for _, name in self._given)
         own = {name: [self._count_of(name, r, fraction) for r, fraction in fractions] for name in names}
-        here = {} if replica_weights.is_understudy else own  # an understudy has counted nothing
+        here = {} if participants.is_understudy else own  # an understudy has counted nothing
         touched = [name for name, counted in here.items() if any(one.is_touched for one in counted)]
         point = f"the states of {self.name}"
         of_any = sorted(set().union(*self.workers.all_gather_object(touched, point)))

@@ -16,7 +16,7 @@ from torchstrategy._base.errors import LossWeightWarning, warn
 from torchstrategy._base.options import LOSS, NO_OPTIONS, GradientReduction, ReduceOp, RunOptions, as_gradient_reduction
 from torchstrategy._base.types import ReplicaFn, Tree
 from torchstrategy._group.group import Replica
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._group.workers import LONE, Workers
 from torchstrategy._run.losses.loss_terms import UNREADABLE
 from torchstrategy._run.losses.loss_watchers import GradientsOfReplica, LossNotes, LossWeigher
@@ -78,7 +78,7 @@ class RunLosses:
         self.settled: set[object] = set()
 
     def begin_run(
-        self, fn: ReplicaFn, options: RunOptions, weights: ReplicaWeights, leaves: Sequence[Tree]
+        self, fn: ReplicaFn, options: RunOptions, weights: Participants, leaves: Sequence[Tree]
     ) -> LossesOfRun | None:
         """What looks at the losses of one run, whose arguments have these leaves; None: nobody."""
         has_several = self._told is not None or len(weights.present) > 1
@@ -96,7 +96,7 @@ class RunLosses:
         return LossesOfRun(self, watcher, fn, rows or weights.parts_of_all)
 
     def begin_lone_run(
-        self, fn: ReplicaFn, options: RunOptions, weights: ReplicaWeights, storage: OwnObjects, step: str
+        self, fn: ReplicaFn, options: RunOptions, weights: Participants, storage: OwnObjects, step: str
     ) -> LossesOfRun | None:
         """The same for the only replica of one of several workers.
 

@@ -15,7 +15,7 @@ from torchstrategy._copies.gradients.replica_gradients import (
     call_in_backward,
     offer_gradient,
 )
-from torchstrategy._group.copy_streams import Cargo, copy_stream, leaving
+from torchstrategy._group.copy_streams import Cargo, begin_copy_to_host, copy_stream
 from torchstrategy._group.transfer import is_sent_alone
 
 
@@ -52,7 +52,7 @@ class EarlyCopies:
         gradient = raw_grad(self._parameters[index])
         if index in self._wanted and gradient is not None and not gradient.requires_grad and _is_large(gradient):
             with unseen_by_function_modes(), torch.no_grad():
-                self._offered[index] = gradient, version_of(gradient), leaving(gradient)
+                self._offered[index] = gradient, version_of(gradient), begin_copy_to_host(gradient)
 
     def take(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The copies of those gradients that the replica has when gradients are reduced. They have arrived."""

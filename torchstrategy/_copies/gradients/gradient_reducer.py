@@ -60,7 +60,7 @@ from torchstrategy._copies.gradients.user_gradients import UserGradients
 from torchstrategy._copies.gradients.worker_gradients import WorkerReduction
 from torchstrategy._copies.gradients.written_gradients import can_be_chosen, choose
 from torchstrategy._group.instruments import tell_combined_gradients
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._group.transfer import copy_to, equal
 from torchstrategy._group.weighing import add_weighted, weighted_sum
 from torchstrategy._group.workers import LONE, Workers
@@ -154,7 +154,7 @@ class GradientReducer:
 
     def _leave(self) -> None:
         # First, since a signal's handler may raise at any line: once this is None, `abort` gives nothing back again.
-        self._replica_weights: ReplicaWeights | None = None  # None between runs
+        self._replica_weights: Participants | None = None  # None between runs
         self.forget_arrived()
         self.accumulated: list[torch.Tensor | None] = []
         self._kept: list[torch.Tensor | None] = []  # the gradients that the user's parameters get if the run fails now
@@ -177,13 +177,13 @@ class GradientReducer:
         # The copies that the all-reduce left on the devices, by the id of an accumulated gradient.
         self._arrived: dict[int, _Arrived] = {}
 
-    def begin(self, replica_weights: ReplicaWeights, outsiders: Sequence[tuple[torch.Tensor, str]], run: Run) -> None:
+    def begin(self, participants: Participants, outsiders: Sequence[tuple[torch.Tensor, str]], run: Run) -> None:
         """Takes the gradients of the user's parameters away for the length of a run.
 
         So a gradient that backward adds to the user's own parameter is noticed.
 
         Args:
-            replica_weights: How much each replica counts.
+            participants: How much each replica counts.
             outsiders: Further trainable tensors that the step names and of which the replicas have no copies, each
                 with its name.
             run: The run.
@@ -199,7 +199,7 @@ class GradientReducer:
         with _exchanging:
             self._kept = raw_grads(self.owners)
             self.accumulated, self._users = list(self._kept), UserGradients(self._kept)
-            self._replica_weights = replica_weights
+            self._replica_weights = participants
             set_raw_grads(self.owners, repeat(None))
         if have_gradient_hooks(own):
             self.hooked = {index for index, owner in enumerate(own) if have_gradient_hooks((owner,))}
@@ -384,7 +384,7 @@ class GradientReducer:
             of_replica.show_again()
 
     @property
-    def _weights(self) -> ReplicaWeights:
+    def _weights(self) -> Participants:
         """How much each replica of the run counts."""
         assert self._replica_weights is not None
         return self._replica_weights

@@ -17,7 +17,7 @@ import torch
 from torchstrategy._base.marks import sum_of_bits
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._copies.gradients.replica_gradients import EarlyReads
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._group.reductions import sum_of_sparse
 from torchstrategy._group.workers import Workers
 
@@ -51,7 +51,7 @@ class WorkerReduction:
     """
 
     workers: Workers
-    weights: ReplicaWeights
+    weights: Participants
     owners: list[torch.Tensor]
     names: list[str]
     before: list[torch.Tensor | None]

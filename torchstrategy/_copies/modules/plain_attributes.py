@@ -35,7 +35,7 @@ from torchstrategy._copies.attributes.merged_values import Items, Look, ModuleMe
 from torchstrategy._copies.modules.module_replica import ModuleReplica, Originals, uncopyable_error
 from torchstrategy._copies.modules.waiting_attributes import WaitingAttributes
 from torchstrategy._copies.refusals import refuse_trainable
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._run.metrics import states_of
 
 
@@ -251,7 +251,7 @@ class PlainAttributes:
         return True
 
     def put_together(
-        self, weights: ReplicaWeights, originals: Callable[[], Sequence[object]], look: Look, replaced: Iterable[int]
+        self, weights: Participants, originals: Callable[[], Sequence[object]], look: Look, replaced: Iterable[int]
     ) -> None:
         """After a run: makes one value of those of the replicas for each attribute that one of them wrote.
 

@@ -43,7 +43,7 @@ from torchstrategy._copies.references.deep_copies import ClosureRebinder
 from torchstrategy._copies.refusals import refuse_uncopyable
 from torchstrategy._copies.run_warnings import LostNumbers
 from torchstrategy._copies.tensor_copies import copy_tensors, group_by_memory, set_trained
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._group.transfer import write
 from torchstrategy._group.workers import BETWEEN_RUNS
 from torchstrategy._run import worker_values
@@ -313,7 +313,7 @@ class ReplicatedModules:
                 raise RuntimeError(_HOOK.format(where=where, kind=type(edit.after).__name__))
         return edits
 
-    def put_together(self, weights: ReplicaWeights, changes: Changes) -> None:
+    def put_together(self, weights: Participants, changes: Changes) -> None:
         """After a run, before the last exchange: makes one value of those that the replicas of this worker wrote."""
         self._check_flags(weights)
         made = sorted(f"{self._paths[edit.place[0]]}.{_describe_edit(edit)}" for edit in changes[0])
@@ -326,7 +326,7 @@ class ReplicatedModules:
         if self._workers.count > 1:
             worker_values.mention_written(self._workers, set().union(*self._written))
 
-    def return_to_originals(self, weights: ReplicaWeights, changes: Changes) -> None:
+    def return_to_originals(self, weights: Participants, changes: Changes) -> None:
         """Brings what `put_together` has made of buffers and plain attributes to the user's modules.
 
         Running statistics of normalisation layers become the mean of the replicas', weighted by rows, if they are to be
@@ -404,7 +404,7 @@ class ReplicatedModules:
                 made[index] = users.detach().as_strided(placed.shape, placed.stride(), offset)
         return made
 
-    def _find_new_buffers(self, weights: ReplicaWeights, changes: Changes) -> Made:
+    def _find_new_buffers(self, weights: Participants, changes: Changes) -> Made:
         """The tensors that the first replica of all workers made or put in the place of buffers."""
         here: list[Made] = []
         for edits in changes:
@@ -444,7 +444,7 @@ class ReplicatedModules:
                 if edit.name in local[flags]:
                     original[flags][edit.name] = True
 
-    def _check_flags(self, weights: ReplicaWeights) -> None:
+    def _check_flags(self, weights: Participants) -> None:
         flags = [requires_grad_of(self.replicas[r].parameters) for r in weights.present]
         if self._workers.count > 1:
             self._workers.compare("which parameters are trained:", str(flags[0]))
@@ -459,10 +459,10 @@ class ReplicatedModules:
                     "outside of strategy.run."
                 )
 
-    def _list_present(self, weights: ReplicaWeights) -> list[ModuleReplica]:
+    def _list_present(self, weights: Participants) -> list[ModuleReplica]:
         return [self.replicas[r] for r in weights.present]
 
-    def _buffer_values(self, weights: ReplicaWeights, indices: set[int]) -> dict[int, torch.Tensor]:
+    def _buffer_values(self, weights: Participants, indices: set[int]) -> dict[int, torch.Tensor]:
         """By position, the new values of the buffers that any replica wrote.
 
         Raises:

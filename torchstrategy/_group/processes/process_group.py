@@ -256,12 +256,12 @@ class ProcessGroup(Workers):
                 self._meet(where, (), described(error).encode("utf-8", "backslashreplace"), refuses=True)
                 self.note_of_all(error)
 
-    def failed(self, error: BaseException) -> None:
+    def tell_failure(self, error: BaseException) -> None:
         if self._why_over is None and not isinstance(error, WorkerError) and not self.is_of_all(error):
             self._lines.say("failed", f"{self._who} failed: {described(error)}")
             self._close(f"this worker has failed: {described(error)}")
 
-    def lost(self, error: RuntimeError) -> RuntimeError:
+    def explain_lost_worker(self, error: RuntimeError) -> RuntimeError:
         if self._why_over is None and not isinstance(error, WorkerError) and not self.is_of_all(error):
             self._lines.listen(_LOST_S)
             if self._lines.has_news:

@@ -27,7 +27,7 @@ from torchstrategy._base.torch_internals import (
     unseen_by_function_modes,
 )
 from torchstrategy._group.group import Replica
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import Term, read_terms
 from torchstrategy._run.losses.loss_weights import UNREAD, LossWeights, Reading, weigh
@@ -66,7 +66,7 @@ class _Watcher:
         look: Looks whether a loss needs the whole batch. None: nobody does.
     """
 
-    def __init__(self, weights: ReplicaWeights, rows: Sequence[float] | None, first: int = 0) -> None:
+    def __init__(self, weights: Participants, rows: Sequence[float] | None, first: int = 0) -> None:
         self._weights, self._rows, self._first = weights, rows, first
         self.found: list[LossWeights] = []
         self.look: WholeBatchLook | None = None
@@ -81,7 +81,7 @@ class _Watcher:
 class LossNotes(_Watcher):
     """Notes, in each replica, what its losses were divided by. They are compared when the run has ended."""
 
-    def __init__(self, weights: ReplicaWeights, rows: Sequence[float] | None, first: int = 0) -> None:
+    def __init__(self, weights: Participants, rows: Sequence[float] | None, first: int = 0) -> None:
         super().__init__(weights, rows, first)
         self._notes: dict[int, list[Reading]] = {r: [] for r in weights.present}
 
@@ -123,7 +123,7 @@ class LossWeigher(_Watcher):
 
     def __init__(
         self,
-        weights: ReplicaWeights,
+        weights: Participants,
         rows: Sequence[float] | None,
         first: int = 0,
         told: ToldLosses | None = None,

@@ -15,7 +15,7 @@ import torch
 
 from torchstrategy._base.context import undisturbed
 from torchstrategy._base.torch_internals import hide_from_compiler, losses_run_by, unseen_by_function_modes
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import DIVISOR, NUMBER, Term
@@ -93,7 +93,7 @@ class LoneLossWeigher:
     def __init__(
         self,
         of_all: LoneLosses,
-        weights: ReplicaWeights,
+        weights: Participants,
         gradients: OwnGradients,
         index: int,
         step: str,
@@ -227,7 +227,7 @@ class LoneLossNotes:
         say: Sets the number.
     """
 
-    def __init__(self, told: ToldLosses, weights: ReplicaWeights, index: int, say: Callable[[int], None]) -> None:
+    def __init__(self, told: ToldLosses, weights: Participants, index: int, say: Callable[[int], None]) -> None:
         self._told, self._weights, self._index, self._say = told, weights, index, say
         self._num_backwards = 0
         self._reading: Reading | None = None

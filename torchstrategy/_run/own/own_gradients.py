@@ -27,7 +27,7 @@ from torchstrategy._base.torch_internals import (
     raw_grads,
     set_raw_grads,
 )
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.assigned_gradients import AssignedGradients
 from torchstrategy._run.own.counted_gradients import CountedGradients, Settled
@@ -116,7 +116,7 @@ class OwnGradients(SentGradients):
         self._staged = {}
         self._assigned.train(tensors)
 
-    def begin_run(self, weights: ReplicaWeights, step: str, mentions: Mentions) -> None:
+    def begin_run(self, weights: Participants, step: str, mentions: Mentions) -> None:
         """A run begins.
 
         Args:
@@ -150,7 +150,7 @@ class OwnGradients(SentGradients):
             result = backward()
         except BaseException as error:
             if self._under_way:  # by now, the other workers may have sent more, and could not be told
-                self._workers.failed(error)
+                self._workers.tell_failure(error)
             self._undo()
             raise
         finally:

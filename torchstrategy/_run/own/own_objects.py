@@ -28,7 +28,7 @@ from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.torch_internals import run_by
 from torchstrategy._base.types import Tree
 from torchstrategy._data.same_rows import Read, reads_among, refuse_other_reads
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
 from torchstrategy._run.metrics import Metric, metrics_among
 from torchstrategy._run.module_tensors import trainable_among
@@ -120,7 +120,7 @@ class OwnObjects(Storage):
     # A run
 
     def run(
-        self, weights: ReplicaWeights, step: str, values: Sequence[Tree], given: Tree, call: Callable[[], Tree]
+        self, weights: Participants, step: str, values: Sequence[Tree], given: Tree, call: Callable[[], Tree]
     ) -> Tree:
         """A run, from when it begins until it ends.
 
@@ -153,7 +153,7 @@ class OwnObjects(Storage):
             return result
         except RuntimeError as error:
             # A model that is sharded waits for other workers itself, and does not tell which of them is lost.
-            lost = error if self.gradients.tensors.sharded.is_empty else self._workers.lost(error)
+            lost = error if self.gradients.tensors.sharded.is_empty else self._workers.explain_lost_worker(error)
             if lost is error:
                 raise
             raise lost from error
@@ -171,7 +171,7 @@ class OwnObjects(Storage):
 
         return keeping
 
-    def _begin(self, weights: ReplicaWeights, step: str) -> None:
+    def _begin(self, weights: Participants, step: str) -> None:
         if self._has_news or not self.gradients.tensors.is_same():
             if len(_roots(self._parts())) + self._num_variables() > 1:
                 # What the user has dropped must not be compared, so Python's collector of cycles runs first. It takes a
@@ -193,7 +193,7 @@ class OwnObjects(Storage):
         for metric in self._metrics:
             metric.hand_out(weights)
 
-    def _end(self, weights: ReplicaWeights) -> None:
+    def _end(self, weights: Participants) -> None:
         self._workers.arrive("the end of strategy.run")
         if self._follows_first:
             self._follows_first = False
@@ -237,11 +237,11 @@ class OwnObjects(Storage):
         """The modules of the scope, with those that were put into them elsewhere."""
         return modules_within(_alive(self._modules.values()))
 
-    def weigher_of_losses(self, weights: ReplicaWeights, step: str) -> LoneLossWeigher:
+    def weigher_of_losses(self, weights: Participants, step: str) -> LoneLossWeigher:
         """Weighs the backwards of the next run by what its losses were divided by."""
         return LoneLossWeigher(self.losses, weights, self.gradients, self._workers.index, step, self._prepare_backward)
 
-    def notes_of_losses(self, weights: ReplicaWeights) -> LoneLossNotes:
+    def notes_of_losses(self, weights: Participants) -> LoneLossNotes:
         """Notes what the losses of the next run were divided by."""
         self._loss_notes = LoneLossNotes(self.losses.told, weights, self._workers.index, self._mention_losses)
         return self._loss_notes

@@ -13,7 +13,7 @@ from torchstrategy._base.context import undisturbed
 from torchstrategy._base.distributed_values import PerReplica
 from torchstrategy._base.torch_internals import losses_noted_by
 from torchstrategy._base.types import Tree
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import UNREADABLE, read_terms
 from torchstrategy._run.losses.loss_weights import (
@@ -41,7 +41,7 @@ class LossNotes:
         notes = self._notes.setdefault(replica, [])
         return losses_noted_by(partial(_note, notes))
 
-    def counts(self, shares: ReplicaWeights, leaves: Sequence[Tree]) -> LossCounts:
+    def counts(self, shares: Participants, leaves: Sequence[Tree]) -> LossCounts:
         """What the notes tell of one run, whose arguments have these leaves."""
         records = {leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None}
         rows = tuple(map(float, records.pop())) if len(records) == 1 else None

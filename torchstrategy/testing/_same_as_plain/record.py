@@ -15,7 +15,7 @@ from torchstrategy._base.context import local_object
 from torchstrategy._base.objects.module_traversal import TORCHS_OWN
 from torchstrategy._base.tree import leaves_with_names
 from torchstrategy._base.types import Tree
-from torchstrategy._group.participants import ReplicaWeights
+from torchstrategy._group.participants import Participants
 from torchstrategy.testing._same_as_plain.loss_counts import NOTHING_READ, LossCounts
 
 Numbers: TypeAlias = dict[str, "torch.Tensor | None"]
@@ -63,7 +63,7 @@ class Record:
     """
 
     seen: tuple[Sighting, ...]
-    shares: ReplicaWeights
+    shares: Participants
     updates: tuple[Numbers, ...]
     gradients: Numbers
     parameters: Numbers

@@ -22,7 +22,7 @@ from torchstrategy._base.options import LOSS, NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._base.tree import leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._data.batch_types import move_to
-from torchstrategy._group.participants import ReplicaWeights, reduction_of
+from torchstrategy._group.participants import Participants, reduction_of
 from torchstrategy.replicated import ReplicatedExtended
 from torchstrategy.strategy import StrategyBase
 from torchstrategy.testing._instruments import none_in_force
@@ -129,20 +129,20 @@ class Training(ABC):
 
     def look(self) -> Record:
         """A record of the training before its first step."""
-        return self._record([Sighting.of((), self.models)], ReplicaWeights((0,), (1.0,), ReduceOp.MEAN), [])
+        return self._record([Sighting.of((), self.models)], Participants((0,), (1.0,), ReduceOp.MEAN), [])
 
     @abstractmethod
     def _build(self) -> tuple[Tree, Tree]:
         """Makes a model and its optimizer."""
 
     @abstractmethod
-    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights, LossCounts]:
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], Participants, LossCounts]:
         """Calls the step."""
 
     def _record(
         self,
         sightings: Sequence[Sighting],
-        shares: ReplicaWeights,
+        shares: Participants,
         updates: Sequence[Numbers],
         losses: LossCounts = NOTHING_READ,
     ) -> Record:
@@ -200,12 +200,12 @@ class PlainTraining(Training):
         with in_use(self._problem.device):
             return _optimizers(self._problem.optimizer_fn, models)
 
-    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights, LossCounts]:
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], Participants, LossCounts]:
         device = self._problem.device
         with in_use(device):
             batch = batch if device is None else move_to(batch, memory_device(device))
             sighting = _observed(self._problem.step, self.models, self.optimizers, batch)
-        return [sighting], ReplicaWeights((0,), (1.0,), self._problem.reduction), NOTHING_READ
+        return [sighting], Participants((0,), (1.0,), self._problem.reduction), NOTHING_READ
 
 
 @final
@@ -227,13 +227,13 @@ class ReplicaTraining(Training):
             models = _built(self._problem.model_fn)
             return models, _optimizers(self._problem.optimizer_fn, models)
 
-    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights, LossCounts]:
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], Participants, LossCounts]:
         problem, notes = self._problem, LossNotes()
         (distributed,) = problem.strategy.experimental_distribute_dataset([batch])
         leaves = tree_flatten(distributed)[0]
         options, extended = problem.options or NO_OPTIONS, problem.strategy.extended
         counts = extended._counts((distributed,), {}, options) if isinstance(extended, ReplicatedExtended) else None
-        shares = ReplicaWeights.of(leaves, problem.num_replicas, options, problem.reduction, counts=counts)
+        shares = Participants.of(leaves, problem.num_replicas, options, problem.reduction, counts=counts)
         step = partial(_noted, notes, problem.step, self.models, self.optimizers)
         # What these warn of is compared here anyway.
         with self._in_order(), warnings.catch_warnings():
