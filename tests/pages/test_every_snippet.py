@@ -298,6 +298,7 @@ NOT_RUN = (
     "torchstrategy.testing.simulate_devices(2)",
     "torchstrategy.testing.simulate_devices(n)",
     "model.module(x)",  # what not to call
+    "optimizer.step(closure)",  # the step's own closure
 )
 
 

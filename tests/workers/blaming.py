@@ -160,8 +160,8 @@ def _when_come(call: Any) -> None:
 
 def _before_groups(call: Any) -> None:
     """Lets this process do something when all have found each other, and torch is about to make its groups."""
-    watched = Meeting.watched
-    Meeting.watched = lambda self, make: watched(self, call)  # type: ignore[method-assign]
+    call_watched = Meeting.call_watched
+    Meeting.call_watched = lambda self, make: call_watched(self, call)  # type: ignore[method-assign]
 
 
 def _raise() -> None:

@@ -715,13 +715,13 @@ def of_a_part(program: Program) -> list[torch.Tensor] | None:
 def messages_of_a_training(set_to_none: bool) -> list[int]:
     """How many messages this worker sends before a training, and in each run of it. Its batches are of unlike sizes."""
     sent = [0]
-    send = ProcessGroup._sent
+    send = ProcessGroup._send_to_all
 
     def counting(self: ProcessGroup, message: bytes, where: str) -> list[bytes]:
         sent[0] += 1
         return send(self, message, where)
 
-    ProcessGroup._sent = counting  # type: ignore[method-assign]
+    ProcessGroup._send_to_all = counting  # type: ignore[method-assign]
     try:
         strategy = strategy_of(1)
         with strategy.scope():
@@ -747,5 +747,5 @@ def messages_of_a_training(set_to_none: bool) -> list[int]:
             strategy.run(step, args=(batch,))
         found.append(sent[0] - before)
     finally:
-        ProcessGroup._sent = send  # type: ignore[method-assign]
+        ProcessGroup._send_to_all = send  # type: ignore[method-assign]
     return found

@@ -430,13 +430,13 @@ def of_programs(replicas: int, programs: Sequence[Program], size: float) -> dict
 
 def messages(replicas: int, loss: Loss, sizes: Sequence[int], by: str = "loss") -> list[int]:
     """How many messages each run sends."""
-    sent, send = [0], ProcessGroup._sent
+    sent, send = [0], ProcessGroup._send_to_all
 
     def counting(self: ProcessGroup, message: bytes, where: str) -> list[bytes]:
         sent[0] += 1
         return send(self, message, where)
 
-    ProcessGroup._sent = counting  # type: ignore[method-assign]
+    ProcessGroup._send_to_all = counting  # type: ignore[method-assign]
     try:
         strategy = strategy_of(replicas, gradient_reduction=by)
         with strategy.scope():
@@ -453,7 +453,7 @@ def messages(replicas: int, loss: Loss, sizes: Sequence[int], by: str = "loss") 
             strategy.run(step, args=(batch,))
             found.append(sent[0] - before)
     finally:
-        ProcessGroup._sent = send  # type: ignore[method-assign]
+        ProcessGroup._send_to_all = send  # type: ignore[method-assign]
     return found
 
 

@@ -92,7 +92,7 @@ def own_devices(seen: int, environment: dict[str, str], monkeypatch: pytest.Monk
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return multi_worker_mirrored._own_devices(multi_worker_mirrored.Place(1, 3, "", 1, 3))
+    return multi_worker_mirrored._own_devices(multi_worker_mirrored.WorkerPlace(1, 3, "", 1, 3))
 
 
 @pytest.mark.parametrize(

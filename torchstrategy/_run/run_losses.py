@@ -230,7 +230,7 @@ def _tell_whole(look: WholeBatchLook | None) -> str | None:
     return (
         f"The loss of `{{step}}` {what} (`{node}`), and each replica has only its own rows of the batch: its gradient "
         "is not that of the whole batch, however replicas are weighted. Collect what the loss needs of all rows in the "
-        "step, by torchstrategy.get_replica_context().all_reduce('sum', value) or all_gather(rows, axis=0), through "
+        "step, by torchstrategy.get_replica_context().all_reduce('sum', ...) or all_gather(rows, axis=0), through "
         "which gradients flow; docs/features.md shows it for such losses. If it is meant to be so, say "
         'gradient_reduction="mean", which hides this.'
     )
