@@ -254,8 +254,9 @@ def test_fsdp_gathers_twice_scatters_once_and_holds_less() -> None:
 @pytest.mark.parametrize("program", [ddp, pytest.param(fsdp, marks=takes_long)])
 def test_two_runs_of_ranks_take_the_same_time(program: Callable[[int, VirtualTrace], None]) -> None:
     one, other = (timed(program)[0]._clock for _ in range(2))
+    # Streams are numbered through all runs of a process; the lane is the stream's number in this run.
     for ours, theirs in itertools.zip_longest(one.spans, other.spans):
-        assert ours == theirs
+        assert ours._replace(stream=None) == theirs._replace(stream=None)
     assert one.synchronizations == other.synchronizations
 
 
