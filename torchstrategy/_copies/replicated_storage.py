@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from torchstrategy._base.context import frames_kept, is_accelerator, is_in_replica, undisturbed
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._base.objects.module_traversal import modules_within
+from torchstrategy._base.objects.module_traversal import modules_within, roots_of
 from torchstrategy._base.objects.proxies import install, is_all_in_dict, is_torchs, parameters_of, uninstall, users_own
 from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.torch_internals import GLOBAL_MODULE_HOOKS
@@ -118,7 +118,7 @@ class ReplicatedStorage(Storage):
             # What the user has dropped must not be compared, so Python's collector of cycles runs first.
             gc.collect()
             known: list[weakref.ref[Any]] = [*self._variables.values(), *self._on_read.valuerefs()]
-            roots = _roots(modules_within(_alive(self._modules.values())))
+            roots = roots_of(modules_within(_alive(self._modules.values())))
             take_from_first_worker(self.placement.workers, roots, variables=_alive(known))
         # The list keeps the variables alive for as long as the run has copies of them.
         variables = _alive(self._variables.values())
@@ -242,7 +242,7 @@ class ReplicatedStorage(Storage):
         return unwritten(_alive(self._on_read.valuerefs()))
 
     def take_module(self, module: nn.Module) -> None:
-        refuse_uncopyable(_roots(modules_within([module])), are_all=False)
+        refuse_uncopyable(roots_of(modules_within([module])), are_all=False)
         super().take_module(module)
 
     def take_part(self, module: nn.Module) -> None:
@@ -310,7 +310,7 @@ class ReplicatedStorage(Storage):
         self._is_copying = True
         try:
             with traced("copy modules"):
-                return ReplicaSet(_roots(parts), variables, optimizers, self.placement)
+                return ReplicaSet(roots_of(parts), variables, optimizers, self.placement)
         finally:
             self._is_copying = False
 
@@ -400,9 +400,3 @@ def _forget(storage: weakref.ref[ReplicatedStorage], reference: weakref.ref[Any]
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
     # Another thread may add one meanwhile, so the references are listed at once.
     return [thing for reference in list(references) if (thing := reference()) is not None]
-
-
-def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that are part of no other."""
-    children = {id(child) for module in modules for child in module.children()}
-    return [module for module in modules if id(module) not in children]

@@ -23,8 +23,9 @@ from torchstrategy._base import torch_internals
 # 2. The same by an all-reduce: `scale`, which `CrossDeviceOps._weighted_sums` in `_parity/cross_device_ops` calls.
 # 3. Gradients that the steps of several replicas have put into `.grad` themselves: `weighted_sum`, which
 #    `_copies/gradients/gradient_reducer` calls; and over workers, `_copies/gradients/worker_gradients`.
-# 4. A worker with one replica: `weigh` in `_run/own/gradient_parts`, before `_run/own/own_gradients` sends them. What
-#    its step has put into `.grad` itself: `_run/own/assigned_gradients`. Of sharded models, which send their gradients
+# 4. A worker with one replica: `weigh` and `weigh_into` in `_run/own/gradient_parts`, before `_run/own/sent_gradients`
+#    sends them. If a count travels with them (`_run/own/counted_gradients`), their sums are corrected by it. What its
+#    step has put into `.grad` itself: `_run/own/assigned_gradients`. Of sharded models, which send their gradients
 #    themselves: hooks of `_run/own/sharded_models`.
 # No gradient comes to two of them, or it would count twice. One that a backward makes between runs comes to none. Where
 # the weight is 0, the gradient is dropped and not multiplied: it may be NaN, and 0 times NaN is NaN.

@@ -204,9 +204,14 @@ def attributes(thing: Any) -> dict[str, Any]:
     return found
 
 
+def cells_in_closure(fn: types.FunctionType) -> Iterator[tuple[str, types.CellType]]:
+    """The variables of functions around it that a function uses, with their names."""
+    return zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+
+
 def variables_in_closure(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables that a function closes over, with their names. Variables that are not assigned yet are left out."""
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+    """The values of these variables, with their names. Variables that are not assigned yet are left out."""
+    for name, cell in cells_in_closure(fn):
         with suppress(ValueError):
             yield name, cell.cell_contents
 

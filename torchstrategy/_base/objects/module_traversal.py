@@ -27,6 +27,12 @@ def modules_within(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list(found.values())
 
 
+def roots_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of some modules that are children of no other one of them."""
+    children = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in children]
+
+
 def held_plainly(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules, tensors and other things in the plain attributes of a module and its tensors, each with its path."""
     for name, value in plain_attributes(module).items():

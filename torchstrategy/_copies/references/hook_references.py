@@ -18,7 +18,7 @@ import functools
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from itertools import chain
 from typing import Any, NamedTuple, final
 
@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._base.distributed_values import DistributedValues
 from torchstrategy._base.objects.attribute_contents import (
     OPEN_CONTAINERS,
+    cells_in_closure,
     globals_of,
     is_plain_holder,
     named_items,
@@ -200,7 +201,7 @@ class References:
     def _look_into_users_function(self, fn: types.FunctionType, way: Way, functions: int, objects: int) -> None:
         if has_attributes(fn):
             self.look_at(fn.__name__, fn.__dict__, way, id(fn), functions, objects)
-        for variable, cell in variables_of(fn):
+        for variable, cell in cells_in_closure(fn):
             if is_variable_kept(cell, self._left_out):
                 self._record(variable, cell, way, id(fn))
             for value in named_items(cell).values():
@@ -259,13 +260,8 @@ def has_attributes(fn: types.FunctionType) -> bool:
     """Whether a function may have attributes in which it keeps something: it has some, or knows itself."""
     if fn.__dict__.keys() - {"__wrapped__"}:
         return True
-    in_variables = chain.from_iterable(named_items(cell).values() for _, cell in variables_of(fn))
+    in_variables = chain.from_iterable(named_items(cell).values() for _, cell in cells_in_closure(fn))
     return any(value is fn for value in in_variables)
-
-
-def variables_of(fn: types.FunctionType) -> Iterator[tuple[str, types.CellType]]:
-    """The variables of functions around it that a function uses, with their names."""
-    return zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
 
 
 def is_variable_kept(cell: types.CellType, left_out: Container[int]) -> bool:

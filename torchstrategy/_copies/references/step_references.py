@@ -29,7 +29,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._base.objects.attribute_contents import attributes, globals_of, variables_in_closure
+from torchstrategy._base.objects.attribute_contents import (
+    attributes,
+    cells_in_closure,
+    globals_of,
+    variables_in_closure,
+)
 from torchstrategy._base.plain import PLAIN_TYPES
 from torchstrategy._base.types import Tree
 
@@ -191,10 +196,9 @@ class StepReferences:
         self, fn: types.FunctionType, closed: Sequence[tuple[str, Any]], names: dict[str, Any]
     ) -> None:
         """Records the names of tensors that a function can assign, by `nonlocal` and `global`."""
-        cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-        for name, value in closed:
-            if isinstance(value, torch.Tensor):
-                self.places.append(TensorPlace(name, cells[name]))
+        tensors = [name for name, value in closed if isinstance(value, torch.Tensor)]
+        cells = dict(cells_in_closure(fn)) if tensors else {}
+        self.places += [TensorPlace(name, cells[name]) for name in tensors]
         for name, value in names.items():
             if isinstance(value, torch.Tensor):
                 self.places.append(TensorPlace(name, fn.__globals__, name))

@@ -30,6 +30,16 @@ from torchstrategy._base.torch_internals import unseen_by_function_modes
 Node: TypeAlias = Any  # `torch.autograd.graph.Node` declares only what is public
 Edge: TypeAlias = "tuple[Node | None, int]"  # a node, and which of its outputs; None: it needs no gradient
 
+# Names of operations.
+VIEWS = (
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1"),
+    *("SqueezeBackward2", "UnsqueezeBackward0", "ExpandBackward0", "CloneBackward0", "AliasBackward0"),
+    "ToCopyBackward0",
+)
+SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "NansumBackward1")
+MEANS = ("MeanBackward0", "MeanBackward1")
+OF_TARGETS = ("NllLossBackward0", "NllLoss2DBackward0")
+
 MAX_OF_PARAMETERS = 8  # nodes of a factor that parameters make
 MAX_TO_SELECTION = 12  # nodes between a mean and the selection of its elements
 

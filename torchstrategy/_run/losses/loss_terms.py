@@ -38,6 +38,10 @@ import torch
 
 from torchstrategy._base.torch_internals import unseen_by_function_modes
 from torchstrategy._run.losses.graph_nodes import (
+    MEANS,
+    OF_TARGETS,
+    SUMS,
+    VIEWS,
     Edge,
     Node,
     averaged,
@@ -305,16 +309,9 @@ def _through_quotient_by_number(node: Node, index: int, path: _Path) -> _Steps |
     return _through(node, index, path.over(float(saved(node, "other"))))
 
 
-_VIEWS = (
-    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1"),
-    *("SqueezeBackward2", "UnsqueezeBackward0", "ExpandBackward0", "CloneBackward0", "AliasBackward0"),
-    "ToCopyBackward0",
-)
-_SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "NansumBackward1")
-_MEANS = ("MeanBackward0", "MeanBackward1")
 _STEPS: dict[str, Callable[[Node, int, _Path], _Steps | None]] = {
-    **dict.fromkeys(_VIEWS, _through),
-    **dict.fromkeys((*_SUMS, *_MEANS), _through_reduction),
+    **dict.fromkeys(VIEWS, _through),
+    **dict.fromkeys((*SUMS, *MEANS), _through_reduction),
     "BackwardHookFunctionBackward": _through_hook,
     "NegBackward0": _through_minus,
     "AddBackward0": _through_sum,
@@ -331,7 +328,6 @@ _STEPS: dict[str, Callable[[Node, int, _Path], _Steps | None]] = {
 
 # Terms
 
-_OF_TARGETS = ("NllLossBackward0", "NllLoss2DBackward0")
 # Losses of torch that reduce their elements themselves.
 _REDUCING = (
     *("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0"),
@@ -346,18 +342,18 @@ def _kind(node: Node, index: int) -> str:
     name = node.name()
     if shape_of(node, index):
         return UNREADABLE
-    if name in _SUMS or name == "DotBackward0":
+    if name in SUMS or name == "DotBackward0":
         return SUM
-    if name in _MEANS:
+    if name in MEANS:
         return SELECTION if is_selection(node) else MEAN
-    if name not in _OF_TARGETS and name not in _REDUCING:
+    if name not in OF_TARGETS and name not in _REDUCING:
         return UNREADABLE
     reduction = reduction_of(node)
     if reduction == _BY_SUM:
         return SUM
     if reduction != _BY_MEAN:
         return UNREADABLE
-    if name in _OF_TARGETS:
+    if name in OF_TARGETS:
         return TARGETS
     return SELECTION if is_selection(node) else MEAN
 

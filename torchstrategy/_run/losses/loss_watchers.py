@@ -71,10 +71,9 @@ class _Watcher:
         self.found: list[LossWeights] = []
         self.look: WholeBatchLook | None = None
 
-    def _look_at(self, outputs: Sequence[Any], terms: Sequence[Term], replica: int) -> None:
-        """Looks whether the loss of a replica needs the whole batch, where somebody wants to know it."""
-        if self.look is not None and terms:
-            self.look.look(outputs[0], len(terms), None if self._rows is None else self._rows[self._first + replica])
+    def _rows_of(self, r: int) -> float | None:
+        """How many rows a replica of this process has; None: nobody knows."""
+        return None if self._rows is None else self._rows[self._first + r]
 
 
 @final
@@ -93,9 +92,7 @@ class LossNotes(_Watcher):
         notes = self._notes[r]
         if is_in_replica() and len(notes) < MAX_BACKWARDS:
             with without_unpacking(), undisturbed():
-                reading, terms = reading_of(outputs)
-                notes.append(reading)
-                self._look_at(outputs, terms, r)
+                notes.append(reading_of(outputs, self.look, self._rows_of(r))[0])
         return run(outputs, grads)
 
     def compare(self) -> None:
@@ -143,8 +140,8 @@ class LossWeigher(_Watcher):
     ) -> Any:
         if not is_in_replica():
             return run(outputs, grads)
-        reading, terms = reading_of(outputs)  # a checkpoint may run its forward again, as the user's code runs
-        self._look_at(outputs, terms, replica.index)
+        # A checkpoint may run its forward again, as the user's code runs.
+        reading, terms = reading_of(outputs, self.look, self._rows_of(replica.index))
         factors = replica.synchronize(BY_LOSS, self._combined, reading)
         gradients.loss_factor = common_factor(factors)
         if factors is not None and not any(factors):
@@ -166,8 +163,16 @@ class LossWeigher(_Watcher):
         return [found.factors(self._first + r, self._weights.parts[r]) for r in present]
 
 
-def reading_of(outputs: Sequence[Any]) -> tuple[Reading, list[Term]]:
-    """What can be read where a backward begins: nothing unless it begins at one number."""
+def reading_of(
+    outputs: Sequence[Any], look: WholeBatchLook | None = None, rows: float | None = None
+) -> tuple[Reading, list[Term]]:
+    """What can be read where a backward begins: nothing unless it begins at one number.
+
+    Args:
+        outputs: Where it begins.
+        look: Looks whether the loss needs the whole batch. None: nobody does.
+        rows: How many rows the replica has. None: nobody knows.
+    """
     loss = outputs[0] if len(outputs) == 1 else None
     if not isinstance(loss, torch.Tensor) or is_distributed_tensor(loss):
         return UNREAD, []
@@ -177,9 +182,12 @@ def reading_of(outputs: Sequence[Any]) -> tuple[Reading, list[Term]]:
         return UNREAD, []
     terms = read_terms(loss)
     try:
-        return Reading.of(terms, value), terms
+        reading = Reading.of(terms, value)
     except RuntimeError:  # a target whose memory is freed: backward will say so
         return UNREAD, []
+    if look is not None:
+        look.look(loss, len(terms), rows)
+    return reading, terms
 
 
 def common_factor(factors: Sequence[float] | None) -> float | None:

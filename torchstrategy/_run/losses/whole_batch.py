@@ -26,15 +26,23 @@ import torch
 
 from torchstrategy._base.context import undisturbed
 from torchstrategy._base.torch_internals import unseen_by_function_modes
-from torchstrategy._run.losses.graph_nodes import Node, reduction_of, saved, shape_of
+from torchstrategy._run.losses.graph_nodes import (
+    MEANS,
+    OF_TARGETS,
+    SUMS,
+    VIEWS,
+    Node,
+    averaged,
+    reduction_of,
+    saved,
+    shape_of,
+)
 
 _MAX_STEPS = 128  # operations between the loss and its rows
 _MAX_NODES = 4096  # of a graph in which rows are looked for
 
 _LINEAR = {
-    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1"),
-    *("SqueezeBackward2", "UnsqueezeBackward0", "ExpandBackward0", "CloneBackward0", "AliasBackward0", "TBackward0"),
-    *("ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "DiagonalBackward0", "StackBackward0"),
+    *(*VIEWS, "TBackward0", "TransposeBackward0", "PermuteBackward0", "DiagonalBackward0", "StackBackward0"),
     *("NegBackward0", "AddBackward0", "SubBackward0", "AddBackward1", "SubBackward1", "RsubBackward1"),
     *("MulBackward1", "DivBackward1", "BackwardHookFunctionBackward"),
 }
@@ -61,8 +69,7 @@ _CURVED = {
     "LogsumexpBackward0": "takes the logarithm of",
 }
 _REDUCING = {
-    *("SumBackward0", "SumBackward1", "NansumBackward0", "NansumBackward1", "MeanBackward0", "MeanBackward1"),
-    *("NllLossBackward0", "NllLoss2DBackward0", "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0"),
+    *(*SUMS, *MEANS, *OF_TARGETS, "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0"),
     *("BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0", "KlDivBackward0"),
 }
 # What they return is no mean over rows in itself.
@@ -169,9 +176,11 @@ def _step(place: _Place, name: str, is_reduced: bool) -> list[_Place]:
         curve = Finding(f"{_CURVED[name]} a mean over the rows", name)
     elif name in _OF_TWO:
         operands = [inner for inner, _ in node.next_functions]
-        if None not in operands and all(map(_has_rows, operands)):
+        if is_reduced:  # what lies below does not matter any more, and to look for rows takes long
+            pass
+        elif None not in operands and all(map(_has_rows, operands)):
             curve = Finding(f"{_OF_TWO[name]} means over the rows", name)
-        elif name == "MulBackward0" and not is_reduced:
+        elif name == "MulBackward0":
             factors = (*factors, *_other_factor(node))
     elif name not in _LINEAR and name not in _REDUCING and name not in _MIXING:
         return []
@@ -191,7 +200,7 @@ def _reduces_rows(node: Node, rows: int) -> bool:
     """Whether an operation adds up what is of several rows: its first dimension, which can be that of the rows."""
     if reduction_of(node) == 0:
         return False
-    inner, index = next(edge for edge in node.next_functions if edge[0] is not None)
+    inner, index = averaged(node)
     before, after = shape_of(inner, index), shape_of(node)
     if not before or before[0] % rows:
         return False

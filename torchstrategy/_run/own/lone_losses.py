@@ -116,9 +116,8 @@ class LoneLossWeigher:
         """All was compared where backwards began."""
 
     def _weighed(self, outputs: Sequence[Any], grads: Sequence[Any], run: _Run) -> Any:
-        reading, terms = reading_of(outputs)  # a checkpoint may run its forward again, as the user's code runs
-        if self.look is not None and terms:
-            self.look.look(outputs[0], len(terms), self._rows)
+        # A checkpoint may run its forward again, as the user's code runs.
+        reading, terms = reading_of(outputs, self.look, self._rows)
         self._num_backwards += 1
         self._prepare()
         gradients, place = self._gradients, (self._step, self._num_backwards, self._is_even)
@@ -228,7 +227,8 @@ class LoneLossNotes:
     """
 
     def __init__(self, told: ToldLosses, weights: Participants, index: int, say: Callable[[int], None]) -> None:
-        self._told, self._weights, self._index, self._say = told, weights, index, say
+        self._told, self._weights, self._say = told, weights, say
+        self._rows = None if weights.rows_of_all is None else weights.rows_of_all[index]
         self._num_backwards = 0
         self._reading: Reading | None = None
         self.found: list[LossWeights] = []
@@ -243,10 +243,7 @@ class LoneLossNotes:
         if self._num_backwards > MAX_BACKWARDS:
             return run(outputs, grads)
         with without_unpacking(), undisturbed(), unseen_by_function_modes():
-            self._reading, terms = reading_of(outputs)
-            if self.look is not None and terms:
-                rows = self._weights.rows_of_all
-                self.look.look(outputs[0], len(terms), None if rows is None else rows[self._index])
+            self._reading = reading_of(outputs, self.look, self._rows)[0]
             self._say(_mark_of_counts(self._reading, self._weights.parts[0]))
         try:
             return run(outputs, grads)

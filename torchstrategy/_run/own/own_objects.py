@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchstrategy._base.context import is_in_replica
 from torchstrategy._base.objects.attribute_contents import things_in
 from torchstrategy._base.objects.changes import are_same
-from torchstrategy._base.objects.module_traversal import computed_by_hooks, modules_within, plain_attributes
+from torchstrategy._base.objects.module_traversal import computed_by_hooks, modules_within, plain_attributes, roots_of
 from torchstrategy._base.objects.proxies import is_torchs, parameters_of
 from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.torch_internals import run_by
@@ -173,13 +173,15 @@ class OwnObjects(Storage):
 
     def _begin(self, weights: Participants, step: str) -> None:
         if self._has_news or not self.gradients.tensors.is_same():
-            if len(_roots(self._parts())) + self._num_variables() > 1:
+            parts = self._parts()
+            if len(roots_of(parts)) + len(self._variables) + len(self._on_read) > 1:
                 # What the user has dropped must not be compared, so Python's collector of cycles runs first. It takes a
                 # tenth of a second, and one model alone is the one that the step uses.
+                del parts
                 gc.collect()
-            parts = self._parts()
+                parts = self._parts()
             refuse_flat(parts)
-            roots = _roots(parts)
+            roots = roots_of(parts)
             _refuse_untrained(roots)
             known = [*_alive(self._variables.values()), *self._on_read.values()]
             take_from_first_worker(self._workers, roots, known, self.random.generators())
@@ -229,9 +231,6 @@ class OwnObjects(Storage):
         if peers.first != self._peers.first:
             self.random.draw_from(peers.first)
         self._peers = peers
-
-    def _num_variables(self) -> int:
-        return len(self._variables) + len(self._on_read)
 
     def _parts(self) -> list[nn.Module]:
         """The modules of the scope, with those that were put into them elsewhere."""
@@ -403,11 +402,6 @@ def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
     return [thing for reference in list(references) if (thing := reference()) is not None]
-
-
-def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    children = {id(child) for module in modules for child in module.children()}
-    return [module for module in modules if id(module) not in children]
 
 
 def _refuse_untrained(roots: Sequence[nn.Module]) -> None:
