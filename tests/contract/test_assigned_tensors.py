@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,18 +14,11 @@ from torch import nn
 
 import torchstrategy
 from problems import data, deal, mlp, mse, replica_id, sgd
+from warned_of import messages_of
 
 WARNING = torchstrategy.SharedWriteWarning
+warned = functools.partial(messages_of, WARNING)
 running = torch.zeros(())
-
-
-def warned(call: Callable[[], object]) -> list[str]:
-    """What is warned of in a call."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    assert all(warning.category is WARNING for warning in caught)
-    return [str(warning.message) for warning in caught]
 
 
 def in_a_dict() -> Callable[[], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +14,9 @@ from conditions import needs_simulated_devices
 from problems import data, deal, mlp, mse, replica_id, sgd
 from topologies import compute_devices
 from torchstrategy.testing import count_traffic
+from warned_of import messages_of
 
 BUFFERS, PLAIN = torchstrategy.ReplicaBufferWarning, torchstrategy.UndistributedBatchWarning
-
-
-def warned(kind: type[Warning], call: Callable[[], object]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    assert all(warning.category is kind for warning in caught)
-    return [str(warning.message) for warning in caught]
 
 
 # Buffers
@@ -79,14 +71,14 @@ def test_a_buffer_of_which_replicas_lose_rows_is_warned_of_once(
     def run() -> None:
         several.run(lambda batch: module(batch[0]).detach(), args=(deal(several, data(12)),))
 
-    texts = warned(BUFFERS, lambda: [run() for _ in range(4)])
+    texts = messages_of(BUFFERS, lambda: [run() for _ in range(4)])
     assert [text.split()[2] for text in texts] == [name]
     assert "all_gather(rows, axis=0)" in texts[0]
     with several.scope():
         other = make()  # copies are made anew, and the old buffer is not warned of again
-    assert warned(BUFFERS, run) == []
+    assert messages_of(BUFFERS, run) == []
     module = other
-    assert len(warned(BUFFERS, run)) == 1
+    assert len(messages_of(BUFFERS, run)) == 1
 
 
 def test_the_warning_of_a_buffer_is_at_the_users_line(in_one_place: torchstrategy.Strategy) -> None:
@@ -134,7 +126,7 @@ class Counters(nn.Module):
 def test_other_buffers_are_not_warned_of(several: torchstrategy.Strategy) -> None:
     with several.scope():
         model = Counters()
-    assert warned(BUFFERS, lambda: [train_with(several, model, data(8, seed=k)) for k in range(3)]) == []
+    assert messages_of(BUFFERS, lambda: [train_with(several, model, data(8, seed=k)) for k in range(3)]) == []
 
 
 def train_with(strategy: torchstrategy.Strategy, model: nn.Module, batch: Any) -> None:
@@ -145,7 +137,7 @@ def test_statistics_of_the_first_replica_on_request_are_not_warned_of() -> None:
     strategy = torchstrategy.CentralStorageStrategy(compute_devices(2), buffer_aggregation="only_first_replica")
     with strategy.scope():
         norm = nn.BatchNorm1d(3, dtype=torch.float64)
-    assert warned(BUFFERS, lambda: train_with(strategy, norm, data(8))) == []
+    assert messages_of(BUFFERS, lambda: train_with(strategy, norm, data(8))) == []
 
 
 def test_rows_that_data_parallel_loses_are_warned_of() -> None:
@@ -153,7 +145,7 @@ def test_rows_that_data_parallel_loses_are_warned_of() -> None:
     with pytest.warns(BUFFERS, match=r"Codebook\.codes") as caught:
         model(data(8)[0])
     assert caught[0].filename == __file__
-    assert warned(BUFFERS, lambda: model(data(8)[0])) == []
+    assert messages_of(BUFFERS, lambda: model(data(8)[0])) == []
 
 
 @needs_simulated_devices  # on the CPU nothing is sent
@@ -215,7 +207,7 @@ def test_a_plain_batch_is_warned_of_once(several: torchstrategy.Strategy, kind: 
             optimizer.step()
 
     args, kwargs = BATCHES[kind]()
-    (text,) = warned(PLAIN, lambda: [several.run(step, args, kwargs) for _ in range(3)])
+    (text,) = messages_of(PLAIN, lambda: [several.run(step, args, kwargs) for _ in range(3)])
     assert f"each of the {several.num_replicas_in_sync} replicas computed with all rows" in text
     assert "experimental_distribute_dataset(loader)" in text
 
@@ -253,10 +245,10 @@ def test_other_plain_tensors_are_not_warned_of(several: torchstrategy.Strategy) 
         several.run(lambda x: x * 3, args=(torch.ones(3),))
         several.run(lambda: train(plain))
 
-    assert warned(PLAIN, calls) == []
+    assert messages_of(PLAIN, calls) == []
 
 
 def test_a_lone_replica_may_have_a_plain_batch(strategy: torchstrategy.Strategy) -> None:
     if strategy.num_replicas_in_sync == 1:
         model, _ = made(strategy)
-        assert warned(PLAIN, lambda: strategy.run(lambda b: mse(model, here(b)).backward(), args=(data(6),))) == []
+        assert messages_of(PLAIN, lambda: strategy.run(lambda b: mse(model, here(b)).backward(), args=(data(6),))) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-import warnings
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,18 +17,11 @@ from torch import nn
 import torchstrategy
 from problems import data, deal, mlp, mse, replica_id, sgd
 from torchstrategy.testing import Lockstep
+from warned_of import messages_of
 
 Warned = Callable[..., list[str]]
 WARNING = torchstrategy.SharedWriteWarning
-
-
-def warned(call: Callable[[], object]) -> list[str]:
-    """What is warned of in a call."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    assert all(warning.category is WARNING for warning in caught)
-    return [str(warning.message) for warning in caught]
+warned = functools.partial(messages_of, WARNING)
 
 
 def context() -> torchstrategy.ReplicaContext:

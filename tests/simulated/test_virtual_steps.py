@@ -11,32 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from torchstrategy.testing import DeviceProfile, VirtualTrace, run_ranks, simulated_devices, step, virtual_time
+from round_numbers import PROFILE, US
+from torchstrategy.testing import VirtualTrace, run_ranks, simulated_devices, step, virtual_time
 from torchstrategy.testing._virtual_time.spans import during, length, united, without
 from torchstrategy.testing._virtual_time.step_times import Steps, steps_of
 
 SIM = simulated_devices()
-US = 1e-6
 SVG = "{http://www.w3.org/2000/svg}"
-
-# A thousand bytes take a microsecond, an operator takes at least 3 us, and a copy 5 us.
-PROFILE = DeviceProfile(
-    "round numbers",
-    {torch.float32: 1.0},
-    bandwidth=1.0,
-    memory=2**30,
-    processors=1,
-    pinned=1.0,
-    pageable=0.5,
-    peer=2.0,
-    streaming=1.0,
-    launch=10 * US,
-    kernel=3 * US,
-    copy=5 * US,
-    event=1 * US,
-    cpu_bandwidth=1.0,
-    cpu_operator=2 * US,
-)
 
 
 class Net(nn.Module):

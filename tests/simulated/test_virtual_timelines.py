@@ -8,29 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from torchstrategy.testing import DeviceProfile, VirtualTrace, record_streams, simulated_devices, virtual_time
+from round_numbers import PROFILE, US
+from torchstrategy.testing import VirtualTrace, record_streams, simulated_devices, virtual_time
 
 SIM = simulated_devices()
-US = 1e-6
 
-# A thousand bytes take a microsecond nearly everywhere. The program takes 10 us to launch something.
-PROFILE = DeviceProfile(
-    "round numbers",
-    {torch.float32: 1.0},
-    bandwidth=1.0,
-    memory=2**30,
-    processors=1,
-    pinned=1.0,
-    pageable=0.5,
-    peer=2.0,
-    streaming=1.0,
-    launch=10 * US,
-    kernel=3 * US,
-    copy=5 * US,
-    event=1 * US,
-    cpu_bandwidth=1.0,
-    cpu_operator=2 * US,
-)
 COUNT = 25_000  # elements, so 100,000 bytes
 
 Bars = list[tuple[int, str, int, int]]  # device, lane, start and end in microseconds

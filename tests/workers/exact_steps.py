@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
-from torchstrategy._group.processes.process_group import ProcessGroup
 from torchstrategy._run.own import gradient_plans, own_gradients
+from workers.sent_messages import counting_messages
 from workers.trainings import Net, batches, cross_entropy, strategy_of
 
 Run = Callable[..., Any]
@@ -714,15 +714,7 @@ def of_a_part(program: Program) -> list[torch.Tensor] | None:
 
 def messages_of_a_training(set_to_none: bool) -> list[int]:
     """How many messages this worker sends before a training, and in each run of it. Its batches are of unlike sizes."""
-    sent = [0]
-    send = ProcessGroup._send_to_all
-
-    def counting(self: ProcessGroup, message: bytes, where: str) -> list[bytes]:
-        sent[0] += 1
-        return send(self, message, where)
-
-    ProcessGroup._send_to_all = counting  # type: ignore[method-assign]
-    try:
+    with counting_messages() as sent:
         strategy = strategy_of(1)
         with strategy.scope():
             model = Net(nn.BatchNorm1d(8), dropout=0.5)
@@ -746,6 +738,4 @@ def messages_of_a_training(set_to_none: bool) -> list[int]:
             before = sent[0]
             strategy.run(step, args=(batch,))
         found.append(sent[0] - before)
-    finally:
-        ProcessGroup._send_to_all = send  # type: ignore[method-assign]
     return found

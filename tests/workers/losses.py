@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import torchstrategy
 from known_losses import KNOWN, Loss, Net, Rows, ce, each, masked, rows_of
 from torchstrategy import LossWeightWarning, RunOptions
-from torchstrategy._group.processes.process_group import ProcessGroup
 from workers import sharding
 from workers.exact_steps import large_from
+from workers.sent_messages import counting_messages
 from workers.trainings import strategy_of
 
 # Rows of the batches, and the seeds of their numbers. Where 2 or 3 workers have as many rows, the later ones are sent
@@ -430,14 +430,7 @@ def of_programs(replicas: int, programs: Sequence[Program], size: float) -> dict
 
 def messages(replicas: int, loss: Loss, sizes: Sequence[int], by: str = "loss") -> list[int]:
     """How many messages each run sends."""
-    sent, send = [0], ProcessGroup._send_to_all
-
-    def counting(self: ProcessGroup, message: bytes, where: str) -> list[bytes]:
-        sent[0] += 1
-        return send(self, message, where)
-
-    ProcessGroup._send_to_all = counting  # type: ignore[method-assign]
-    try:
+    with counting_messages() as sent:
         strategy = strategy_of(replicas, gradient_reduction=by)
         with strategy.scope():
             net = Net()
@@ -452,8 +445,6 @@ def messages(replicas: int, loss: Loss, sizes: Sequence[int], by: str = "loss") 
             before = sent[0]
             strategy.run(step, args=(batch,))
             found.append(sent[0] - before)
-    finally:
-        ProcessGroup._send_to_all = send  # type: ignore[method-assign]
     return found
 
 
