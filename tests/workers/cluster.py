@@ -63,7 +63,7 @@ class Cluster:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, call: Callable[..., Any], *args: Any, without: Collection[int] = ()) -> list[Outcome]:
-        """What the call comes to in each process; a process that has ended has the error `"ended"`.
+        """What the call comes to in each process; a process that has ended has the error `"ended"`, and says how.
 
         Args:
             call: A function that pickle finds by its name.
@@ -72,24 +72,36 @@ class Cluster:
         """
         for connection in self.connections:
             connection.send_bytes(pickle.dumps((call, args)))
-        outcomes = [Outcome(None, "ended")] * len(self.connections)
-        waiting = {rank: one for rank, one in enumerate(self.connections) if rank not in without}
+        outcomes = [Outcome(None, "not waited for")] * len(self.connections)
+        waiting = [rank for rank in range(len(outcomes)) if rank not in without]
         end = time.monotonic() + LIMIT_S
         while waiting:
-            ready = wait(list(waiting.values()), max(0.0, end - time.monotonic()))
+            # Children of a process that has ended may keep its end of the connection: the process itself tells, too.
+            watched = [one for rank in waiting for one in (self.connections[rank], self.processes[rank].sentinel)]
+            ready = wait(watched, max(0.0, end - time.monotonic()))
             if not ready:
                 self.end()
-                raise AssertionError(f"the workers {sorted(waiting)} hang")
-            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
-                with suppress(EOFError, ConnectionResetError):
-                    outcomes[rank] = pickle.loads(waiting[rank].recv_bytes())
-                del waiting[rank]
+                raise AssertionError(f"the workers {waiting} hang")
+            for rank in list(waiting):
+                if self.connections[rank] in ready or self.processes[rank].sentinel in ready:
+                    outcomes[rank] = self._receive(rank)
+                    waiting.remove(rank)
         return outcomes
+
+    def _receive(self, rank: int) -> Outcome:
+        """What a process has sent, or how it has ended."""
+        with suppress(EOFError, ConnectionResetError):
+            if self.connections[rank].poll():
+                outcome: Outcome = pickle.loads(self.connections[rank].recv_bytes())
+                return outcome
+        self.processes[rank].join()
+        return Outcome(None, "ended", f"its exit code: {self.processes[rank].exitcode}")
 
     def end(self) -> None:
         """Ends the processes."""
         for process in self.processes:
-            process.kill()
+            if process.is_alive():  # asked of the process itself: its number may be that of another one by now
+                process.kill()
         for process, connection in zip(self.processes, self.connections, strict=True):
             process.join()
             connection.close()
@@ -162,6 +174,7 @@ def _with_environment(environments: list[dict[str, str]], call: Callable[..., An
 
 
 def _serve(rank: int, size: int, port: int, timeout: float, connection: Connection) -> None:
+    faulthandler.enable()  # a crash of the interpreter is told by nothing else
     torch.set_num_threads(1)
     if port:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
