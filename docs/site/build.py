@@ -156,7 +156,7 @@ def version() -> str:
 
 
 def settings_of_the_site(versions: bool) -> dict[str, str]:
-    """The environment in which mkdocs.yml is read: the name with its version, and whether there is a menu of releases."""
+    """The environment for mkdocs.yml: the name with its version, and whether there is a menu of releases."""
     given = {"SITE_NAME": f"torchstrategy {version()}", "SITE_VERSIONS": "mike" if versions else "none"}
     return {**os.environ, **given}
 
