@@ -6,10 +6,15 @@ dark scheme. Nothing is downloaded, neither by this program nor by a reader of t
 
 Zensical builds it. `python docs/site/build.py mkdocs` builds the same pages with MkDocs, if mkdocs-material is
 installed.
+
+If the environment variable REPOSITORY_URL is set, every page has links to the repository and to its own source.
+`--publish FOLDER` also puts the site into this folder, beside those of earlier releases, with a menu of them.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -18,9 +23,11 @@ import time
 from pathlib import Path
 
 import checks
+import publish
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE, SITE = ROOT / "build" / "site-pages", ROOT / "build" / "site"
+REPOSITORY = os.environ.get("REPOSITORY_URL", "").rstrip("/")
 STYLE = Path(__file__).with_name("style.css")
 
 # Files outside of docs/ and examples/ that are pages.
@@ -39,6 +46,8 @@ IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 DRAWING = re.compile(r"^!\[[^\]]*\]\(((?:\.\./|docs/)*pictures/[^)]+\.svg)\)$", re.MULTILINE)
 COMMENT = re.compile(r"^<!--.*?-->\n\n", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+FRONT = re.compile(r"\A---\n(.*?)^---\n", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 
 
 def page_of(path: Path) -> str:
@@ -83,6 +92,20 @@ def converted(path: Path) -> tuple[str, set[Path]]:
     return "".join(parts), linked
 
 
+def finished(text: str, source: str, repository: str) -> str:
+    """The text of a page with what the theme wants to know of it, and with the URL to install from, if there is one."""
+    front = FRONT.match(text)
+    settings = front[1] if front else ""
+    text = text[front.end() :] if front else text
+    if not settings and not re.search(r"^(?:##|:::) ", text, re.MULTILINE):
+        settings = "hide: [toc]\n"  # a page without sections gives the place of their list to its code and tables
+    if repository:
+        text = text.replace("git+URL", f"git+{repository}")
+        edit = "-/edit" if "gitlab" in repository else "edit"
+        settings += f"edit: {repository}/{edit}/main/{source}\n"
+    return f"---\n{settings}---\n{text}" if settings else text
+
+
 def write_pages() -> None:
     """Writes all pages: those in docs/, the examples, and every file to which one of them links."""
     shutil.rmtree(SOURCE, ignore_errors=True)
@@ -92,43 +115,76 @@ def write_pages() -> None:
         for path in sorted(todo):
             page = SOURCE / (page_of(path))
             page.parent.mkdir(parents=True, exist_ok=True)
+            text = ""
             if path.suffix == ".md":
                 text, linked = converted(path)
-                page.write_text(text)
                 todo = todo | linked
             elif path.suffix == ".py":
-                page.write_text(f"# {path.name}\n\n```python\n{path.read_text()}```\n")
+                text = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
             elif path.name == "LICENSE":
-                page.write_text(f"# Licence\n\n```text\n{path.read_text()}```\n")
+                text = f"# Licence\n\n```text\n{path.read_text()}```\n"
             else:
                 shutil.copy(path, page)
+            if text:
+                page.write_text(finished(text, path.relative_to(ROOT).as_posix(), REPOSITORY))
             done.add(path)
     shutil.copy(STYLE, SOURCE)
 
 
-def hide_private_modules() -> None:
-    """A type in a signature shows on hover where its class is, and that is private: the name of the class is left."""
-    for path in (SITE / "reference").rglob("*.html"):
-        path.write_text(re.sub(r'title="torchstrategy(?:\.\w+)*\.(?=[A-Z]|\w+")', 'title="', path.read_text()))
+def polish(text: str) -> str:
+    """The HTML of a page with what neither Markdown nor the theme can say."""
+    # A type in a signature shows on hover where its class is, and that is private: the name of the class is left.
+    text = re.sub(r'title="torchstrategy(?:\.\w+)*\.(?=[A-Z]|\w+")', 'title="', text)
+    # On a phone, the name of a class may go to the next line after a dot, and not within a word.
+    text = re.sub(r'(?<=doc-class-name">)[\w.]+', lambda name: name[0].replace(".", ".<wbr>"), text)
+    return TABLE.sub(label_cells, text)
+
+
+def label_cells(table: re.Match[str]) -> str:
+    """Names the column in each cell: on a phone, a row with many columns becomes lines, one below the other."""
+    names = [re.sub(r"<[^>]*>", "", name).strip() for name in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.DOTALL)]
+    rows = table[0].split("<tr>")
+    for at, row in enumerate(rows):
+        columns = iter(names)
+        rows[at] = re.sub(r"<td", lambda _, columns=columns: f'<td data-column="{next(columns, "")}"', row)  # type: ignore[misc]
+    return "<tr>".join(rows)
+
+
+def version() -> str:
+    (found,) = re.findall(r'^__version__ = "(.+?)"', (ROOT / "torchstrategy" / "__init__.py").read_text(), re.MULTILINE)
+    return str(found)
+
+
+def settings_of_the_site(versions: bool) -> dict[str, str]:
+    """The environment for mkdocs.yml: the name with its version, and whether there is a menu of releases."""
+    given = {"SITE_NAME": f"torchstrategy {version()}", "SITE_VERSIONS": "mike" if versions else "none"}
+    return {**os.environ, **given}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Builds the site in build/site.")
+    parser.add_argument("tool", nargs="?", default="zensical", choices=["zensical", "mkdocs"])
+    parser.add_argument("--publish", type=Path, metavar="FOLDER", help="put it beside the sites of earlier releases")
+    options = parser.parse_args()
     start = time.perf_counter()
     write_pages()
     shutil.rmtree(SITE, ignore_errors=True)
-    tool = Path(sys.executable).with_name(sys.argv[1] if sys.argv[1:] else "zensical")
-    command = [str(tool), "build", "--strict", "-f", "mkdocs.yml"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [str(Path(sys.executable).with_name(options.tool)), "build", "--strict", "-f", "mkdocs.yml"]
+    settings = settings_of_the_site(versions=options.publish is not None)
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=False)
     printed = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
     print(printed)
     if done.returncode:
         sys.exit(done.returncode)
-    hide_private_modules()
+    for path in SITE.rglob("*.html"):
+        path.write_text(polish(path.read_text()))
     wrong = [line for line in printed.splitlines() if re.match(r"griffe:|warning|error", line, re.IGNORECASE)]
     wrong += checks.faults_of(SITE)
     wrong += [f"the reference lacks {name}" for name in sorted(checks.public_names(ROOT) - checks.described(SITE))]
     print("\n".join(wrong))
     print(f"{len(list(SITE.rglob('*.html')))} pages in {time.perf_counter() - start:.0f} s, {len(wrong)} faults")
+    if options.publish and not wrong:
+        publish.publish(SITE, options.publish, version())
     sys.exit(bool(wrong))
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +30,12 @@ RECIPES = [path for path in sorted((DOCS / "recipes").glob("*.md")) if path.name
 def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(DOCS / "site")
     return importlib.import_module("checks")
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(DOCS / "site")
+    return importlib.import_module("build")
 
 
 # The home page
@@ -171,3 +181,82 @@ def test_a_private_module_in_the_reference_and_a_style_from_elsewhere_are_faults
         "a.css loads https://example.org/b.css from elsewhere",
         "a.css loads //example.org/c.png from elsewhere",
     ]
+
+
+# The repository, the version and the releases
+
+REPOSITORY = "https://example.org/somebody/torchstrategy"
+
+
+def test_a_page_says_where_it_is_edited_if_the_repository_is_known(build: ModuleType) -> None:
+    text = "---\nhide: [toc]\n---\n# Title\n\npip install git+URL\n"
+    edited = build.finished(text, "README.md", REPOSITORY)
+    assert edited == (
+        f"---\nhide: [toc]\nedit: {REPOSITORY}/edit/main/README.md\n---\n# Title\n\npip install git+{REPOSITORY}\n"
+    )
+    assert build.finished(text, "README.md", "") == text
+
+
+def test_a_page_without_sections_has_no_list_of_them(build: ModuleType) -> None:
+    assert build.finished("# Title\n", "a.md", "") == "---\nhide: [toc]\n---\n# Title\n"
+    for section in ("## Section", "::: torchstrategy.nn"):
+        text = f"# Title\n\n{section}\n"
+        assert build.finished(text, "a.md", "") == text
+
+
+def test_a_cell_names_its_column_for_phones(build: ModuleType) -> None:
+    table = "<table><tr><th>name</th><th><code>is</code></th></tr><tr><td>a</td><td>b</td></tr></table>"
+    cells = '<td data-column="name">a</td><td data-column="is">b</td>'
+    assert cells in build.polish(table)
+    assert "data-column" not in build.polish('<table class="other"><tr><td>a</td></tr></table>')
+
+
+def rendered(folder: Path, build: ModuleType, repository: str) -> str:
+    """The HTML of one page, with the menus and plugins of the site that need nothing else."""
+    pytest.importorskip("zensical")
+    program = Path(sys.executable).with_name("zensical")
+    settings = (ROOT / "mkdocs.yml").read_text()
+    settings = re.sub(r"^(?:nav|plugins):\n(?: .*\n)+", "", settings, flags=re.MULTILINE)
+    (folder / "mkdocs.yml").write_text(settings)
+    shutil.copytree(DOCS / "site" / "theme", folder / "docs" / "site" / "theme")
+    page = folder / "build" / "site-pages" / "index.md"
+    page.parent.mkdir(parents=True)
+    page.write_text(build.finished("# Title\n", "docs/index.md", repository))
+    environment = build.settings_of_the_site(versions=False)
+    environment.pop("REPOSITORY_URL", None)
+    if repository:
+        environment["REPOSITORY_URL"] = repository
+    command = [str(program), "build", "-f", "mkdocs.yml"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return (folder / "build" / "site" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("repository", ["", REPOSITORY])
+def test_the_top_of_a_page_has_the_version_and_the_repository(
+    build: ModuleType, tmp_path: Path, repository: str
+) -> None:
+    page = rendered(tmp_path, build, repository)
+    header = page[page.index("<header") : page.index("</header>")]
+    assert f"torchstrategy {build.version()}" in header
+    assert (f'href="{REPOSITORY}"' in header) == bool(repository)
+    assert (f'href="{REPOSITORY}/edit/main/docs/index.md"' in page) == bool(repository)
+    assert 'data-md-component="source"' not in page  # the theme would ask the host for its stars
+
+
+def test_a_release_is_put_beside_the_earlier_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(DOCS / "site")
+    publish = importlib.import_module("publish").publish
+    site, folder = tmp_path / "site", tmp_path / "public"
+    site.mkdir()
+    for release in ("0.9.0", "0.10.0", "0.9.1"):
+        (site / "index.html").write_text(release)
+        publish(site, folder, release)
+
+    assert json.loads((folder / "versions.json").read_text()) == [
+        {"version": "0.10", "title": "0.10.0", "aliases": ["latest"]},
+        {"version": "0.9", "title": "0.9.1", "aliases": []},
+    ]
+    texts = {name: (folder / name / "index.html").read_text() for name in ("0.9", "0.10", "latest")}
+    assert texts == {"0.9": "0.9.1", "0.10": "0.10.0", "latest": "0.10.0"}
+    assert "url=latest/" in (folder / "index.html").read_text()
