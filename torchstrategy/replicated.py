@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from torchstrategy._base import distributed_values
-from torchstrategy._base.context import Frame, in_use, is_accelerator, is_in_replica, needs_device_context, this_thread
+from torchstrategy._base.context import (
+    Frame,
+    is_accelerator,
+    is_in_replica,
+    needs_device_context,
+    this_thread,
+    using_device,
+)
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import DistributedValues, Mirrored, PerReplica, check_component_counts
 from torchstrategy._base.errors import require_type
@@ -270,7 +277,7 @@ class ReplicatedExtended(StrategyExtended):
             frames.append(frame)
             if device is None or not needs_device_context(device):
                 return call_step_alone(fn, args, kwargs)
-            with in_use(device):
+            with using_device(device):
                 return call_step_alone(fn, args, kwargs)
         finally:
             del frames[depth:]
@@ -422,7 +429,7 @@ class ReplicatedExtended(StrategyExtended):
 
     @contextmanager
     def _creation_scope(self) -> Iterator[None]:
-        with in_use(self._storage.parameter_device), self._storage.watching():
+        with using_device(self._storage.parameter_device), self._storage.watching():
             yield
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._base.context import current_frame, in_use
+from torchstrategy._base.context import current_frame, using_device
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.proxies import plain_class, users_own
@@ -192,7 +192,7 @@ class ReplicaOptimizer:
 
         def ask_all() -> Any:
             self.replica.synchronize(name, stop_showing, _EVALUATE)
-            with frame, in_use(self.replica.device):
+            with frame, using_device(self.replica.device):
                 return evaluate()
 
         def put_in_place_of_closure(other: object) -> _Given:

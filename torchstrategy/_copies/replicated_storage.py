@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._base.context import frames_kept, is_accelerator, is_in_replica, undisturbed
+from torchstrategy._base.context import is_accelerator, is_in_replica, remember_frames, without_autograd
 from torchstrategy._base.distributed_values import PerReplica
 from torchstrategy._base.objects.module_traversal import modules_within, roots_of
 from torchstrategy._base.objects.proxies import install, is_all_in_dict, is_torchs, parameters_of, uninstall, users_own
@@ -124,7 +124,7 @@ class ReplicatedStorage(Storage):
         variables = _alive(self._variables.values())
         run_state = None
         originals: list[Any] = []
-        leave_replicas = frames_kept()
+        leave_replicas = remember_frames()
         replica_set = self._borrow(variables)  # 1
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
@@ -171,7 +171,7 @@ class ReplicatedStorage(Storage):
         # The schedulers and scalers of the scope, and those that the step names.
         found = [*_alive(self._steppers.valuerefs()), *(stepper for _, stepper in named.steppers)]
         steppers = list({id(stepper): stepper for stepper in found}.values())
-        with undisturbed():
+        with without_autograd():
             make_ready(steppers, self.parameter_device)
         num_replicas = len(self.devices)
         run = RunReplicas(
@@ -272,7 +272,7 @@ class ReplicatedStorage(Storage):
             self._steppers[id(stepper)] = stepper  # no copies depend on it
 
     def _borrow(self, variables: Sequence[Variable]) -> ReplicaSet:
-        with self._lock, undisturbed():
+        with self._lock, without_autograd():
             optimizers = _alive(self._optimizers.values())
             if any(key in self._modules or key in self._variables for key in list(self._new)):
                 self._generation += 1

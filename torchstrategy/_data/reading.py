@@ -453,7 +453,7 @@ class Prefetcher(Reading):
     def _live(self, state: CallerState, device: Device, life: Callable[[], None]) -> None:
         """Runs the function of a reader or a worker, on its new thread, in the state of the caller's thread."""
         try:
-            state.run_in(device, life)
+            state.run_on_other_thread(device, life)
         except BaseException as error:
             self._failure = error
             self._tell()

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from torchstrategy._base import distributed_values
-from torchstrategy._base.context import in_use, needs_device_context, this_thread
+from torchstrategy._base.context import needs_device_context, this_thread, using_device
 from torchstrategy._base.distributed_values import check_component_counts
 from torchstrategy._base.options import RunOptions
 from torchstrategy._base.torch_internals import is_profiling
@@ -70,7 +70,7 @@ def run_on_own_objects(
             if callers_device is None:
                 result = call_step_alone(fn, args, kwargs)
             else:
-                with in_use(device):
+                with using_device(device):
                     result = call_step_alone(fn, args, kwargs)
             if result is not None:
                 refuse_unfinished(result)

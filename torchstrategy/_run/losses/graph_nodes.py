@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import unseen_by_function_modes
 
 Node: TypeAlias = Any  # `torch.autograd.graph.Node` declares only what is public
@@ -128,7 +128,7 @@ def total_weight(node: Node) -> torch.Tensor:
     if not is_half:
         return total
     target, weight = saved(node, "target"), saved(node, "weight")
-    with undisturbed(), unseen_by_function_modes():
+    with without_autograd(), unseen_by_function_modes():
         counted = target != saved(node, "ignore_index")
         weights = counted if weight is None else weight.float()[torch.where(counted, target, 0)] * counted
         again: torch.Tensor = weights.sum()

@@ -19,7 +19,7 @@ from typing import Any, Protocol, final
 import torch
 from torch.autograd.graph import GradientEdge
 
-from torchstrategy._base.context import is_in_replica, undisturbed
+from torchstrategy._base.context import is_in_replica, without_autograd
 from torchstrategy._base.torch_internals import (
     hide_from_compiler,
     is_distributed_tensor,
@@ -91,7 +91,7 @@ class LossNotes(_Watcher):
     def _note(self, r: int, outputs: Sequence[Any], grads: Sequence[Any], run: _Run) -> Any:
         notes = self._notes[r]
         if is_in_replica() and len(notes) < MAX_BACKWARDS:
-            with without_unpacking(), undisturbed():
+            with without_unpacking(), without_autograd():
                 notes.append(reading_of(outputs, self.look, self._rows_of(r))[0])
         return run(outputs, grads)
 
@@ -156,7 +156,7 @@ class LossWeigher(_Watcher):
         present = self._weights.present
         own = dict(zip(present, readings, strict=True))
         parts = self._weights.parts_of_all
-        with undisturbed(), unseen_by_function_modes():
+        with without_autograd(), unseen_by_function_modes():
             of_all = own if self._told is None else self._told.of_all(own, BY_LOSS)
         found = weigh(of_all, parts, self._rows, can_split=False)
         self.found.append(found)
@@ -213,7 +213,7 @@ def weighted_roots(
     (loss,), (grad,) = outputs, grads
     if len(set(factors)) > 1:
         return _roots(loss, grad, terms, factors)
-    with undisturbed(), unseen_by_function_modes():
+    with without_autograd(), unseen_by_function_modes():
         return outputs, [grad * factors[0]]
 
 
@@ -226,7 +226,7 @@ def _roots(
         changed = hook(grad)
         grad = grad if changed is None else changed
     edges, gradients = [], []
-    with undisturbed(), unseen_by_function_modes():
+    with without_autograd(), unseen_by_function_modes():
         for term, factor in zip(terms, factors, strict=True):
             if factor and term.factor:
                 edges.append(GradientEdge(term.entry.node, term.entry.index))

@@ -24,7 +24,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import unseen_by_function_modes
 from torchstrategy._run.losses.graph_nodes import depends_only_on_parameters
 from torchstrategy._run.losses.loss_terms import DIVISOR, MEAN, NUMBER, SELECTION, SUM, TARGETS, UNREADABLE, Scale, Term
@@ -161,7 +161,7 @@ def weigh(
     """
     replicas = tuple(r for r, reading in readings.items() if parts[r] and not reading.is_zero)
     own = [parts[r] for r in replicas]
-    with undisturbed(), unseen_by_function_modes():
+    with without_autograd(), unseen_by_function_modes():
         columns, is_alike = _columns(
             [readings[r] for r in replicas], own, None if rows is None else [rows[r] for r in replicas]
         )

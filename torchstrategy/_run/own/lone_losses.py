@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import hide_from_compiler, losses_run_by, unseen_by_function_modes
 from torchstrategy._group.participants import Participants
 from torchstrategy._group.workers import Workers
@@ -125,7 +125,7 @@ class LoneLossWeigher:
         try:
             if usual is None or usual.when == BEFORE:
                 return self._run_weighed(outputs, grads, run, terms, self._ask(place, reading))
-            with undisturbed(), unseen_by_function_modes():
+            with without_autograd(), unseen_by_function_modes():
                 counted = self._counted(reading, usual)
             ask = partial(self._ask, place, reading)
             if counted is None:
@@ -167,7 +167,7 @@ class LoneLossWeigher:
     def _ask(self, place: _Place, reading: Reading) -> list[float] | None:
         """Compares the losses of all workers; returns what the gradient of each term is multiplied by. None: by 1."""
         weights, of_all = self._weights, self._of_all
-        with undisturbed(), unseen_by_function_modes():
+        with without_autograd(), unseen_by_function_modes():
             readings = of_all.told.of_all({0: reading}, BY_LOSS)
         found = weigh(readings, weights.parts_of_all, weights.rows_of_all, can_split=False)
         self.found.append(found)
@@ -242,7 +242,7 @@ class LoneLossNotes:
         self._num_backwards += 1
         if self._num_backwards > MAX_BACKWARDS:
             return run(outputs, grads)
-        with without_unpacking(), undisturbed(), unseen_by_function_modes():
+        with without_unpacking(), without_autograd(), unseen_by_function_modes():
             self._reading = reading_of(outputs, self.look, self._rows)[0]
             self._say(_mark_of_counts(self._reading, self._weights.parts[0]))
         try:
@@ -259,7 +259,7 @@ class LoneLossNotes:
     def settle(self, name: str) -> None:
         """Called in all workers where the numbers that travel with the gradients differ, and all have a reading."""
         assert self._reading is not None
-        with undisturbed(), unseen_by_function_modes():
+        with without_autograd(), unseen_by_function_modes():
             readings = self._told.of_all({0: self._reading}, name)
         self.found.append(weigh(readings, self._weights.parts_of_all, self._weights.rows_of_all))
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import (
     are_there_and_dense,
     have_gradient_hooks,
@@ -156,7 +156,7 @@ class OwnGradients(SentGradients):
         finally:
             for handle in self._handles:
                 handle.remove()
-        with undisturbed():
+        with without_autograd():
             self._end(makes_graph)
         if makes_graph:
             refuse_graphs(self.tensors.parameters)
@@ -193,7 +193,7 @@ class OwnGradients(SentGradients):
         if not parameters and self._expected is not None:
             # Others send all gradients, as `fully_shard` does. The mark is all that is left, and it travels meanwhile.
             # Buffers that this backward writes go with the next one, or at the end of the run.
-            with undisturbed():
+            with without_autograd():
                 self._predicted = self._send_predicted(self._expected, [])
 
     def _watch_large(self) -> list[Any]:
@@ -430,7 +430,7 @@ class OwnGradients(SentGradients):
         buffers = self.tensors.layout_of_written()
         if buffers is None:
             return
-        with undisturbed():
+        with without_autograd():
             own: list[torch.Tensor | None] = [None] * len(self.tensors.parameters)
             self._sums, self._waiting, self._under_way, self._are_dense = {}, {}, [], False
             self._name = "the buffers that the step has written"
@@ -459,7 +459,7 @@ class OwnGradients(SentGradients):
         self._counted = CountedGradients.unforeseen(device)
         self._sums, self._waiting, self._times, self._under_way, self._are_dense = {}, {}, {}, [], False
         own: list[torch.Tensor | None] = [None] * len(self.tensors.parameters)
-        with undisturbed():
+        with without_autograd():
             self._send_with_mark(plan, own, plan.kinds, plan.buffers)
             self._await_sums()
         self._counted, self._locals = None, {}
@@ -474,7 +474,7 @@ class OwnGradients(SentGradients):
         # A backward, also one that begins, compares the workers.
         found = self._assigned.find(indices) if self._num_backwards else self._assigned.find_written(indices)
         if found:
-            with undisturbed():
+            with without_autograd():
                 self._assigned.add_up(found, self.weight, self._total_weight, point)
 
     def has_others(self, indices: Sequence[int]) -> bool:

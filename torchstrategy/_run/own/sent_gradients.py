@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._group.reductions import sum_of_sparse
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.counted_gradients import CountedGradients, Settled
@@ -120,7 +120,7 @@ class SentGradients:
             self._send_large(i, self._waiting.pop(i))
 
     def _send_large(self, i: int, gradient: torch.Tensor) -> None:
-        with undisturbed():
+        with without_autograd():
             gradient = gradient.contiguous()
             if self._counted is None:
                 weigh(gradient, self.sent_weight)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.distributed_values import PerReplica
 from torchstrategy._base.torch_internals import losses_noted_by
 from torchstrategy._base.types import Tree
@@ -58,7 +58,7 @@ def _note(notes: list[Reading], outputs: Sequence[Any]) -> None:
     loss = outputs[0] if len(outputs) == 1 else None
     if len(notes) >= _MAX_BACKWARDS or not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         return
-    with without_unpacking(), undisturbed():
+    with without_unpacking(), without_autograd():
         notes.append(Reading.of(read_terms(loss), loss.detach()))
 
 
