@@ -195,7 +195,11 @@ class ReplicatedExtended(StrategyExtended):
 
             def call(replica: Replica) -> Tree:
                 replica.telling = telling
-                given = distributed_values.for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
+                given = (
+                    distributed_values.select_for_understudy((args, kwargs))
+                    if weights.is_understudy
+                    else (args, kwargs)
+                )
                 own_fn, kept = fn, run_state.kept
                 if kept is not None:
                     own_fn, given = kept.bind(fn, replica.index), kept.select(given)

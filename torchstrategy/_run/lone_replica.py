@@ -56,7 +56,7 @@ def run_on_own_objects(
     callers_device = torch.get_default_device() if needs_device_context(device) else None
 
     if weights.is_understudy:
-        args, kwargs = distributed_values.for_understudy((args, kwargs))
+        args, kwargs = distributed_values.select_for_understudy((args, kwargs))
     args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0) if kwargs else kwargs
     name = getattr(fn, "__name__", type(fn).__name__)
     make_group = partial(_group_of, storage, weights, callers_device)

@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from torchstrategy._base.context import Frame, current_frame, current_strategy, require_cross_replica, without_autograd
 from torchstrategy._base.devices import memory_device
-from torchstrategy._base.distributed_values import DistributedValues, PerReplica, listed, regroup, select
+from torchstrategy._base.distributed_values import DistributedValues, PerReplica, describe_components, regroup, select
 from torchstrategy._base.errors import require_type
 from torchstrategy._base.marks import version_of
 from torchstrategy._base.options import VariableAggregation, VariableSynchronization
@@ -52,7 +52,11 @@ class DistributedVariable(Variable):
         return self
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return super().__repr__() if self._replica() is not None else listed(type(self).__name__, self._components)
+        return (
+            super().__repr__()
+            if self._replica() is not None
+            else describe_components(type(self).__name__, self._components)
+        )
 
 
 DistributedValues.register(DistributedVariable)

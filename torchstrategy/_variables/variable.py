@@ -27,7 +27,7 @@ from typing_extensions import Self
 
 from torchstrategy._base.context import current_frame, is_default, local_object, require_cross_replica, without_autograd
 from torchstrategy._base.devices import memory_device
-from torchstrategy._base.distributed_values import DistributedValues, Mirrored, PerReplica, shown
+from torchstrategy._base.distributed_values import DistributedValues, Mirrored, PerReplica, describe_value
 from torchstrategy._base.errors import require_type
 from torchstrategy._base.marks import version_of
 from torchstrategy._base.objects.proxies import ShowsLocalGrad
@@ -190,7 +190,7 @@ class Variable(ShowsLocalGrad, VariableBase):
 
     def __repr__(self) -> str:  # type: ignore[override]
         named = f"{self.name!r}, " if self._wanted.name else ""
-        return f"Variable({named}{shown(self.detach())})"
+        return f"Variable({named}{describe_value(self.detach())})"
 
     def __format__(self, format_spec: str) -> str:
         return format(self.detach(), format_spec)
