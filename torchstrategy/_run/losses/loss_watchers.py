@@ -30,7 +30,7 @@ from torchstrategy._group.group import Replica
 from torchstrategy._group.participants import Participants
 from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import Term, read_terms
-from torchstrategy._run.losses.loss_weights import UNREAD, LossWeights, Reading, weigh
+from torchstrategy._run.losses.loss_weights import UNREAD, LossReading, LossWeights, weigh
 from torchstrategy._run.losses.told_losses import ToldLosses
 from torchstrategy._run.losses.whole_batch import WholeBatchLook
 
@@ -82,7 +82,7 @@ class LossNotes(_Watcher):
 
     def __init__(self, weights: Participants, rows: Sequence[float] | None, first: int = 0) -> None:
         super().__init__(weights, rows, first)
-        self._notes: dict[int, list[Reading]] = {r: [] for r in weights.present}
+        self._notes: dict[int, list[LossReading]] = {r: [] for r in weights.present}
 
     def watching(self, replica: Replica, gradients: GradientsOfReplica) -> losses_run_by:
         """A block in which the losses of a replica are noted. It waits for nobody."""
@@ -165,7 +165,7 @@ class LossWeigher(_Watcher):
 
 def reading_of(
     outputs: Sequence[Any], look: WholeBatchLook | None = None, rows: float | None = None
-) -> tuple[Reading, list[Term]]:
+) -> tuple[LossReading, list[Term]]:
     """What can be read where a backward begins: nothing unless it begins at one number.
 
     Args:
@@ -182,7 +182,7 @@ def reading_of(
         return UNREAD, []
     terms = read_terms(loss)
     try:
-        reading = Reading.of(terms, value)
+        reading = LossReading.of(terms, value)
     except RuntimeError:  # a target whose memory is freed: backward will say so
         return UNREAD, []
     if look is not None:

@@ -20,7 +20,7 @@ from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import DIVISOR, NUMBER, Term
 from torchstrategy._run.losses.loss_watchers import BY_LOSS, MAX_BACKWARDS, common_factor, reading_of, weighted_roots
-from torchstrategy._run.losses.loss_weights import LossWeights, Reading, count_of, number_of, weigh
+from torchstrategy._run.losses.loss_weights import LossReading, LossWeights, count_of, number_of, weigh
 from torchstrategy._run.losses.told_losses import (
     BEFORE,
     NEVER,
@@ -136,7 +136,7 @@ class LoneLossWeigher:
         finally:
             gradients.forget_counts()
 
-    def _counted(self, reading: Reading, usual: _Usual) -> CountedGradients | None:
+    def _counted(self, reading: LossReading, usual: _Usual) -> CountedGradients | None:
         """How this worker counts, if it has read what is usual there; else None."""
         when, mark = self._kind_of(reading)
         if when != usual.when:
@@ -151,7 +151,7 @@ class LoneLossWeigher:
             return None
         return CountedGradients(mark, count, usual.total, is_zero=fact.source == DIVISOR)
 
-    def _kind_of(self, reading: Reading) -> tuple[str, int]:
+    def _kind_of(self, reading: LossReading) -> tuple[str, int]:
         """When the workers compare such a loss, and the mark of it."""
         fact = reading.facts[0]
         if len(reading.facts) > 1 or fact.scales or fact.source == NUMBER:  # numbers of this step are a part of it
@@ -164,7 +164,7 @@ class LoneLossWeigher:
             kinds[key] = known = when_to_compare(reading, self._is_even, self._rows), mark_of(reading)
         return known
 
-    def _ask(self, place: _Place, reading: Reading) -> list[float] | None:
+    def _ask(self, place: _Place, reading: LossReading) -> list[float] | None:
         """Compares the losses of all workers; returns what the gradient of each term is multiplied by. None: by 1."""
         weights, of_all = self._weights, self._of_all
         with without_autograd(), unseen_by_function_modes():
@@ -176,7 +176,7 @@ class LoneLossWeigher:
         of_all.usual[place] = self._usual_of([readings[r] for r in found.replicas])
         return found.factors(self._index, weights.parts[0])
 
-    def _usual_of(self, readings: Sequence[Reading]) -> _Usual:
+    def _usual_of(self, readings: Sequence[LossReading]) -> _Usual:
         if not readings or not are_alike(readings):
             return _Usual(BEFORE)
         when = when_to_compare(readings[0], self._is_even, self._rows)
@@ -230,7 +230,7 @@ class LoneLossNotes:
         self._told, self._weights, self._say = told, weights, say
         self._rows = None if weights.rows_of_all is None else weights.rows_of_all[index]
         self._num_backwards = 0
-        self._reading: Reading | None = None
+        self._reading: LossReading | None = None
         self.found: list[LossWeights] = []
         self.look: WholeBatchLook | None = None  # looks whether a loss needs the whole batch
 
@@ -267,7 +267,7 @@ class LoneLossNotes:
         """All was compared while backwards ran."""
 
 
-def _mark_of_counts(reading: Reading, part: float) -> int:
+def _mark_of_counts(reading: LossReading, part: float) -> int:
     """32 bits that are the same in all workers whose counts are to one another as their rows."""
     counted = [number_of(fact.counted) for fact in reading.facts if fact.counted is not None]
     if not counted or not part or not all(abs(count) < torch.inf for count in counted):
