@@ -1,4 +1,7 @@
-"""What the workers send when a backward ends, or while it goes on, and how much the gradients of this one count."""
+"""How gradients are sent, each by itself or in packs, and how much those of this worker count.
+
+`own_gradients` decides when they are sent, and a plan of `gradient_plans` which of them and in which order.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _ask_nobody: Callable[[], float] = float  # is not called, since nothing was cou
 # multiplied by what follows of the sum of the counts. Else the workers ask, and send everything once more, also large
 # gradients: those of this worker are kept for that.
 class SentGradients:
-    """The gradients of a worker's only replica, as they are sent.
+    """The part of `OwnGradients` that sends: large gradients each by itself, and packs of all others.
 
     Args:
         workers: The processes that train together.
