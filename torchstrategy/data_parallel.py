@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from torchstrategy._base import row_errors
-from torchstrategy._base.context import in_use, is_accelerator, is_in_replica
+from torchstrategy._base.context import is_accelerator, is_in_replica, using_device
 from torchstrategy._base.devices import canonical_device, copies_by_itself, local_accelerators, memory_device
 from torchstrategy._base.distributed_values import ABSENT, DistributedValues, PerReplica, select
 from torchstrategy._base.errors import an, as_int, hide_frames, require_type
@@ -273,7 +273,7 @@ def forward(
     """Calls the module, with given weights if there are any. Runs in each replica."""
     inputs, kwargs = arguments
     pairs = zip(module.parameters(), owners, strict=True) if torch.is_grad_enabled() else ()
-    with in_use(callers_device), attach_to_graph(pairs):
+    with using_device(callers_device), attach_to_graph(pairs):
         if weights:
             return call_with(module, weights, inputs, kwargs)
         return module(*inputs, **kwargs)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from torchstrategy._base.context import current_replica_context, current_strategy, in_use, require_cross_replica
+from torchstrategy._base.context import current_replica_context, current_strategy, require_cross_replica, using_device
 from torchstrategy._base.devices import canonical_device
 from torchstrategy._base.distributed_values import (
     ABSENT,
@@ -324,7 +324,7 @@ class StrategyExtended(VariablesOfExtended):
         devices = [canonical_device(one) for one in named]
 
         def on_device(device: Device, /, *args: Tree, **kwargs: Tree) -> Tree:
-            with in_use(device):
+            with using_device(device):
                 return fn(*args, **kwargs)
 
         with strategy.scope():

@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from torchstrategy._base import distributed_values
-from torchstrategy._base.context import Frame, in_use, is_accelerator, is_in_replica, needs_device_context, this_thread
+from torchstrategy._base.context import (
+    Frame,
+    is_accelerator,
+    is_in_replica,
+    needs_device_context,
+    this_thread,
+    using_device,
+)
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import DistributedValues, Mirrored, PerReplica, check_component_counts
 from torchstrategy._base.errors import require_type
@@ -26,6 +33,7 @@ from torchstrategy._base.torch_internals import are_parametrizations_cached, par
 from torchstrategy._base.trace import traced
 from torchstrategy._base.tree import by_name, map_leaves, tree_flatten, tree_leaves
 from torchstrategy._base.types import Device, ReplicaFn, Tree
+from torchstrategy._copies.replicated_run import ReplicatedRun
 from torchstrategy._copies.replicated_storage import ReplicatedStorage
 from torchstrategy._data.dataset import distribute_dataset, distribute_from_function
 from torchstrategy._data.options import DatasetFn, InputOptions
@@ -173,9 +181,9 @@ class ReplicatedExtended(StrategyExtended):
         strategy, storage, leaves = self._container_strategy(), self._storage, tree_leaves((args, kwargs))
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
-        # The numbers below are the steps of Note [The story of a step]; `regroup` is 5.
+        # The numbers below are the steps of Note [The story of a step].
         weights = self._weights(storage, leaves, options, self._counts(args, kwargs, options))  # 1
-        # A step that was looked at often enough goes no further way than this.
+        # What a settled step is, `RunLosses.settled` says. `_run/lone_replica.py` has this line, too.
         is_settled = options.gradient_reduction is None and getattr(fn, "__code__", None) in self._losses.settled
         losses = None if is_settled else self._losses.begin_run(fn, options, weights, leaves)
         # See Note [Why a worker without rows runs the step] in `_group/participants`.
@@ -188,8 +196,9 @@ class ReplicatedExtended(StrategyExtended):
 
             def call(replica: Replica) -> Tree:
                 replica.telling = telling
-                given = distributed_values.for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
-                own_fn, kept = fn, run_state.kept
+                given, own_fn, kept = (args, kwargs), fn, run_state.kept
+                if weights.is_understudy:
+                    given = distributed_values.select_for_understudy(given)
                 if kept is not None:
                     own_fn, given = kept.bind(fn, replica.index), kept.select(given)
                 own_args, own_kwargs = distributed_values.select(given, replica.index)
@@ -213,15 +222,19 @@ class ReplicatedExtended(StrategyExtended):
                 self._workers.arrive("the end of strategy.run")
                 self._streams.has_drawn |= self._replicas.has_drawn
                 self._streams.has_drawn &= not weights.is_understudy
-            if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
-                run_state.replica_set.gradients.deliver_late_ones()
-            result = weights.regroup(results, self._workers, are_results=True)
+            result = self._regroup_results(results, weights, run_state)  # 5
         if streams is not None:
             self._side_streams = tuple(streams.side)
         run_state.warn()
         if losses is not None:
             losses.warn()
         return result
+
+    def _regroup_results(self, results: dict[int, Tree], weights: Participants, run_state: ReplicatedRun) -> Tree:
+        """What the replicas have returned, as one result. The program may call backward on it when the run is over."""
+        if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
+            run_state.replica_set.gradients.deliver_late_ones()
+        return weights.regroup(results, self._workers, are_results=True)
 
     def _counts(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Sequence[float] | None:
         """What a function of the user's says of the replicas of this worker; None: there is none."""
@@ -270,7 +283,7 @@ class ReplicatedExtended(StrategyExtended):
             frames.append(frame)
             if device is None or not needs_device_context(device):
                 return call_step_alone(fn, args, kwargs)
-            with in_use(device):
+            with using_device(device):
                 return call_step_alone(fn, args, kwargs)
         finally:
             del frames[depth:]
@@ -422,7 +435,7 @@ class ReplicatedExtended(StrategyExtended):
 
     @contextmanager
     def _creation_scope(self) -> Iterator[None]:
-        with in_use(self._storage.parameter_device), self._storage.watching():
+        with using_device(self._storage.parameter_device), self._storage.watching():
             yield
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -77,7 +77,7 @@ def test_numbers_are_all_reduced_in_every_strategy(strategy: Strategy) -> None:
         assert mine.item() == n * (n - 1) / 2 + n * 0.5
 
 
-def test_an_all_reduce_of_integers(several: Strategy) -> None:
+def test_a_sum_of_integers_keeps_its_dtype_and_their_mean_is_a_float(several: Strategy) -> None:
     def step() -> Any:
         mine = torch.tensor([replica_id(), 1], dtype=torch.int32)
         return context().all_reduce("sum", mine), context().all_reduce("mean", mine)

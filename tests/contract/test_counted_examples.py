@@ -95,7 +95,7 @@ def test_the_gradient_is_that_of_the_batch_under_every_strategy(strategy: Strate
     check(strategy, computed, BATCHES[name], RunOptions(examples=counted))
 
 
-def test_by_rows_it_is_another_one() -> None:
+def test_the_gradient_by_rows_is_not_that_of_the_batch() -> None:
     with pytest.raises(AssertionError, match="is off by"):
         check(central(2), mean_over_tokens, UNEVEN, RunOptions(gradient_reduction="mean"))
 
@@ -302,7 +302,7 @@ def test_a_step_without_arguments_is_asked_without_any(strategy: Strategy) -> No
     assert asked == list(range(strategy.num_replicas_in_sync))
 
 
-def test_autograd_records_nothing_of_it(strategy: Strategy) -> None:
+def test_autograd_does_not_record_the_function_that_counts(strategy: Strategy) -> None:
     recorded: list[bool] = []
     weight = torch.ones(3, requires_grad=True)
 

@@ -13,7 +13,7 @@ import torchstrategy
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7])
-def test_rows_of_a_batch_and_of_what_a_step_returns(strategy: Any, rows: int) -> None:
+def test_rows_of_a_batch_and_of_what_a_step_returns_are_counted(strategy: Any, rows: int) -> None:
     source = [{"x": torch.randn(rows, 2), "names": [str(row) for row in range(rows)], "rate": 0.1}]
     (batch,) = strategy.experimental_distribute_dataset(source)
     assert strategy.count_rows(batch) == rows

@@ -42,11 +42,11 @@ class Alone(StrategyExtended):
         return value
 
 
-def test_the_page_runs() -> None:
+def test_the_examples_of_the_page_run() -> None:
     examples_run_on(PAGE, EXAMPLE)
 
 
-def test_the_example_is_short() -> None:
+def test_the_example_has_fewer_than_60_lines() -> None:
     assert len([line for line in CODE.splitlines() if line.strip()]) < 60
 
 
@@ -78,7 +78,7 @@ def test_reduce_needs_no_more_than_the_four_methods(rows: int, count: int, axis:
         torch.testing.assert_close(strategy.reduce(op, dealt, axis=axis), same.reduce(op, dealt, axis=axis))
 
 
-def test_there_is_no_other_axis_than_in_any_strategy() -> None:
+def test_an_axis_that_is_not_there_is_refused_as_in_any_strategy() -> None:
     for strategy in (MicroBatches(2), torchstrategy.CentralStorageStrategy(["cpu"] * 2)):
         value = strategy.run(lambda: torch.ones(2))
         for axis, error in ((1, ValueError), ((0, -1), ValueError), (0.5, TypeError)):

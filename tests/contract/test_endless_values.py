@@ -119,14 +119,14 @@ def test_a_record_without_an_end_is_refused(several: torchstrategy.Strategy, way
         WAYS_OF_RECORDS[way](several, make)
 
 
-def test_one_device_refuses_such_a_batch() -> None:
+def test_one_device_refuses_a_batch_without_an_end() -> None:
     strategy = torchstrategy.OneDeviceStrategy("cpu")
     for make, message in ENDLESS.values():
         with pytest.raises(ValueError, match=message):
             next(iter(strategy.experimental_distribute_dataset([make()])))
 
 
-def test_data_parallel_refuses_it() -> None:
+def test_data_parallel_refuses_a_value_without_an_end() -> None:
     replicated = torchstrategy.DataParallel(torch.nn.Identity(), ["cpu", "cpu"])
     for make, message in ENDLESS.values():
         with pytest.raises(ValueError, match=message):

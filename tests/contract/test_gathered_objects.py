@@ -114,7 +114,7 @@ def test_texts_of_a_loader_are_gathered(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("axis", [1, -1, None, "rows"])
-def test_another_axis_is_refused(kind: str, axis: Any) -> None:
+def test_objects_are_gathered_along_no_other_axis_than_0(kind: str, axis: Any) -> None:
     strategy = STRATEGIES[kind]()
     texts = strategy.run(lambda: ["a", "b"])
     with pytest.raises((TypeError, ValueError), match=r"axis=0|The axis to gather along is an integer"):

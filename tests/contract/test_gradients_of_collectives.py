@@ -58,7 +58,7 @@ def test_the_gradient_of_an_all_gather_is_the_replicas_own_slice() -> None:
     assert gradients(loss_of, [[1.0], [2.0, 3.0]]) == [[4.0], [8.0, 12.0]]
 
 
-def test_the_gradient_of_an_all_gather_along_another_axis() -> None:
+def test_the_gradient_of_an_all_gather_along_the_last_axis_is_the_replicas_own_slice() -> None:
     def loss_of(x: torch.Tensor, r: int) -> torch.Tensor:
         gathered = context().all_gather(x, axis=-1)
         return (gathered * torch.arange(3.0)).sum() * (r + 1)
@@ -206,12 +206,12 @@ def test_the_gradient_of_a_step_with_a_collective_is_that_of_one_graph(
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_so_it_is_where_parameters_are_copied_to_the_replicas(collective: str) -> None:
+def test_the_gradient_is_that_of_one_graph_also_where_parameters_are_copied(collective: str) -> None:
     check_against_one_graph(central_with_copies(2), "3:1", collective)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_so_it_is_where_the_strategy_was_made_to_sum(collective: str) -> None:
+def test_the_gradient_is_that_of_one_graph_also_where_gradients_are_added_up(collective: str) -> None:
     strategy = central(2, gradient_reduction="sum")
     model = new_model(strategy)
     meet, combine = COLLECTIVES[collective]

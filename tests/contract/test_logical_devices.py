@@ -21,7 +21,7 @@ SIZES = st.lists(st.integers(0, 4), max_size=3)
 
 @settings(deadline=None)
 @given(shape=SIZES, parts=SIZES)
-def test_only_a_split_into_one_part_is_a_split(shape: list[int], parts: list[int]) -> None:
+def test_a_split_into_more_than_one_part_is_refused(shape: list[int], parts: list[int]) -> None:
     tensor = torch.ones(shape)
     if len(parts) == len(shape) and math.prod(parts) == 1:
         assert ONE.experimental_split_to_logical_devices(tensor, tuple(parts)) is tensor
@@ -32,12 +32,12 @@ def test_only_a_split_into_one_part_is_a_split(shape: list[int], parts: list[int
 
 @settings(deadline=None)
 @given(number=st.integers().filter(bool))
-def test_only_number_0_is_there(number: int) -> None:
+def test_a_logical_device_of_another_number_than_0_is_refused(number: int) -> None:
     with pytest.raises(ValueError, match=rf"; there is no {number}\.$"):
         ONE.experimental_assign_to_logical_device(torch.ones(1), number)
 
 
-def test_what_is_annotated_in_the_step_has_its_gradient(strategy: Strategy) -> None:
+def test_gradients_flow_through_tensors_that_a_step_assigns_to_logical_devices(strategy: Strategy) -> None:
     with strategy.scope():
         model = torch.nn.Linear(2, 1, bias=False)
 
@@ -51,6 +51,6 @@ def test_what_is_annotated_in_the_step_has_its_gradient(strategy: Strategy) -> N
     assert model.weight.grad.tolist() == [[1, 1]]
 
 
-def test_a_strategy_of_ones_own_has_them_too() -> None:
+def test_a_strategy_of_ones_own_has_a_logical_device_too() -> None:
     strategy, tensor = Strategy(torchstrategy.StrategyExtended()), torch.ones(2)
     assert strategy.experimental_assign_to_logical_device(tensor, 0) is tensor

@@ -82,7 +82,7 @@ on_cpu = pytest.mark.skipif(bool(SIMULATED), reason="these losses hold tensors o
 @on_cpu
 @pytest.mark.parametrize("count", [5, 7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_known_losses(kind: str, count: int) -> None:
+def test_known_losses_have_the_gradient_of_the_batch_or_are_warned_of(kind: str, count: int) -> None:
     rows, wrong = rows_of(count), []
     for name, known in KNOWN.items():
         if name in SLOW or name == "gathered_by_everybody":  # which needs the rows of others
@@ -151,14 +151,14 @@ def test_a_replica_without_valid_tokens_counts_nothing(kind: str, loss: Loss) ->
 
 @both_kinds
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_of_the_batch(kind: str, loss: Loss) -> None:
+def test_by_loss_the_gradient_is_that_of_the_batch(kind: str, loss: Loss) -> None:
     rows = rows_of(7)
     actual, told = trained(KINDS[kind](3), loss, rows, BY_LOSS)
     assert not told
     torch.testing.assert_close(actual, plain(loss, rows), rtol=1e-11, atol=1e-13)
 
 
-def test_a_constructor_says_it_for_all_runs() -> None:
+def test_a_strategy_that_is_made_with_loss_weighs_all_runs_by_it() -> None:
     for make in (central, mirrored):
         actual, _ = trained(_made(make, "loss"), smoothed, rows_of(5))
         torch.testing.assert_close(actual, plain(smoothed, rows_of(5)), rtol=1e-11, atol=1e-13)
@@ -170,7 +170,7 @@ def _made(make: Make, reduction: Any) -> torchstrategy.Strategy:
     return make(2, gradient_reduction=reduction)
 
 
-def test_a_run_overrides_the_constructor() -> None:
+def test_what_a_run_says_of_gradients_counts_more_than_what_the_constructor_said() -> None:
     strategy = central(2, gradient_reduction="loss")
     by_rows, _ = trained(strategy, ce, rows_of(5), BY_ROWS)
     assert not agree(by_rows, plain(ce, rows_of(5)))
@@ -248,7 +248,7 @@ def test_accumulated_backwards_are_those_of_one_device_with_as_many(loss: Loss) 
 
 
 @on_cpu
-def test_a_scaler_and_autocast() -> None:
+def test_a_training_with_a_scaler_and_autocast_is_that_of_plain_torch() -> None:
     strategy = central(2)
     with strategy.scope():
         net, scaler = Net().float(), torch.amp.GradScaler("cpu", init_scale=8.0)  # type: ignore[attr-defined]
@@ -272,7 +272,7 @@ def test_a_scaler_and_autocast() -> None:
 
 
 @pytest.mark.parametrize("options", [BY_LOSS, None], ids=["loss", "default"])
-def test_an_average_loss_stays_as_it_is(options: RunOptions | None) -> None:
+def test_compute_average_loss_is_neither_weighted_again_nor_warned_of(options: RunOptions | None) -> None:
     def averaged(net: Net, rows: Rows) -> torch.Tensor:
         loss = compute_average_loss(each(net, rows), rows.mask)
         return loss + scale_regularization_loss(net.head.weight.square().sum())
@@ -430,7 +430,7 @@ def test_values_are_not_reduced_by_loss() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: torchstrategy.OneDeviceStrategy("cpu"), torchstrategy.get_strategy])
-def test_one_replica_is_as_plain(make: Callable[[], torchstrategy.Strategy]) -> None:
+def test_one_replica_has_the_gradient_of_plain_torch_bit_by_bit(make: Callable[[], torchstrategy.Strategy]) -> None:
     actual, told = trained(make(), ce, rows_of(5), BY_LOSS)
     assert not told
     torch.testing.assert_close(actual, plain(ce, rows_of(5)), rtol=0, atol=0)

@@ -172,7 +172,7 @@ def test_no_rows_shares_or_options_change_the_gradient(
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
-def test_ignored_targets_that_are_nowhere_equally_many(reduction: ReduceOp) -> None:
+def test_replicas_may_ignore_different_numbers_of_targets(reduction: ReduceOp) -> None:
     targets = torch.tensor([0, 1, -100, -100, -100, 1, 0])
     batch = [batch_of(7)[0], targets]
 
@@ -235,7 +235,7 @@ def test_the_batch_size_may_be_any_integer() -> None:
 
 
 @pytest.mark.parametrize(("size", "meetings"), [(None, 1), (7, 0)])
-def test_it_is_a_meeting_only_where_the_total_is_asked_for(size: int | None, meetings: int) -> None:
+def test_replicas_meet_only_where_the_total_is_asked_for(size: int | None, meetings: int) -> None:
     strategy = STRATEGIES[3]
     with count_traffic() as traffic:
         strategy.run(lambda: compute_average_loss(torch.ones(2), global_batch_size=size))
@@ -449,7 +449,7 @@ def test_a_regularization_loss_may_be_a_number() -> None:
 # What is refused
 
 
-def test_it_is_refused_in_the_cross_replica_context() -> None:
+def test_an_average_without_a_batch_size_is_refused_in_the_cross_replica_context() -> None:
     strategy = STRATEGIES[2]
     message = r"^You are calling `{}` in cross-replica context, while it was expected to be called in replica context"
     losses = torch.ones(2)

@@ -73,7 +73,7 @@ def test_values_are_reduced_in_a_merge_function(strategy: Strategy) -> None:
         assert component.tolist() == [1.0, (n - 1) / 2]
 
 
-def test_a_run_in_a_merge_function_in_a_run(strategy: Strategy) -> None:
+def test_a_merge_function_may_run_a_step_that_merges_again(strategy: Strategy) -> None:
     log: list[tuple[str, int]] = []
 
     def inner(x: Any) -> Any:

@@ -99,7 +99,7 @@ def assert_same(ours: Any, plain: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_runs() -> None:
+def test_the_examples_of_the_page_run() -> None:
     assert examples_run_on(PAGE) > 20
 
 
@@ -117,7 +117,7 @@ def test_a_metric_is_that_of_one_device(strategy: torchstrategy.Strategy, name: 
 
 
 @pytest.mark.parametrize("name", ["accuracy", "auroc", "collection", "cat"])
-def test_computed_in_a_replica_it_is_that_of_all(strategy: torchstrategy.Strategy, name: str) -> None:
+def test_a_metric_that_a_replica_computes_is_that_of_all_replicas(strategy: torchstrategy.Strategy, name: str) -> None:
     build, batches = METRICS[name]
     metric, plain = created(strategy, build), build()
 
@@ -132,7 +132,7 @@ def test_computed_in_a_replica_it_is_that_of_all(strategy: torchstrategy.Strateg
     assert_same(metric.compute(), plain.compute())
 
 
-def test_called_in_a_replica_it_is_that_of_its_rows(several: torchstrategy.Strategy) -> None:
+def test_a_metric_that_a_replica_calls_returns_that_of_its_own_rows(several: torchstrategy.Strategy) -> None:
     metric = created(several, torchmetrics.MeanMetric)
     values = torch.arange(6.0)
     seen = several.experimental_local_results(several.run(metric, args=(deal(several, values),)))

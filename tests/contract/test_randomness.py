@@ -16,14 +16,14 @@ import torchstrategy
 from conditions import needs_simulated_devices, takes_long
 from problems import in_pieces
 from topologies import ALONE, SIMULATED, central
-from torchstrategy._base.context import in_use, is_accelerator
+from torchstrategy._base.context import is_accelerator, using_device
 
 
 @pytest.fixture(autouse=True)
 def where_replica_0_is(request: pytest.FixtureRequest) -> Iterator[None]:
     """The caller draws from the generators that replica 0 draws from."""
     (strategy,) = [request.getfixturevalue(name) for name in STRATEGIES if name in request.fixturenames] or [None]
-    with in_use(strategy and strategy.extended._device_of(0)):
+    with using_device(strategy and strategy.extended._device_of(0)):
         yield
 
 
@@ -43,7 +43,7 @@ def plain_net(strategy: torchstrategy.Strategy) -> Net:
     """A net that no strategy knows, made where the parameters of this one live."""
     with strategy.scope():
         device = torch.empty(0).device
-    with in_use(device):
+    with using_device(device):
         return Net()
 
 

@@ -71,7 +71,7 @@ def test_a_distributed_dataset_shows_what_its_loader_has() -> None:
 
 
 @pytest.mark.parametrize("name", ["dataset", "batch_size", "sampler"])
-def test_a_list_of_batches_has_no_such_thing(name: str) -> None:
+def test_a_list_of_batches_says_that_it_is_no_loader(name: str) -> None:
     dataset = torchstrategy.CentralStorageStrategy(["cpu"] * 2).experimental_distribute_dataset([torch.ones(4)])
     with pytest.raises(AttributeError, match=rf"the {name} of the loader that it splits, and the list that was given"):
         getattr(dataset, name)

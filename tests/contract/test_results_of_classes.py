@@ -90,7 +90,7 @@ def test_a_named_tuple_and_a_mapping_stay_of_their_class(strategy: Strategy) -> 
     assert strategy.gather(logits, axis=0).logits.tolist() == list(range(7))
 
 
-def test_a_list_of_dataclasses(strategy: Strategy) -> None:
+def test_dataclasses_in_a_list_are_gathered_field_by_field(strategy: Strategy) -> None:
     found, _ = run(strategy, lambda x: {"parts": [Frozen(x), Frozen(x + 1)]})
     gathered = strategy.gather(found, axis=0)
     assert [type(part) for part in gathered["parts"]] == [Frozen, Frozen]
@@ -136,7 +136,7 @@ def test_mappings_with_other_keys_are_refused(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize("make", [Output, Pair])
-def test_one_replica_gets_the_same_class(make: Any) -> None:
+def test_one_replica_gathers_a_container_of_the_same_class(make: Any) -> None:
     strategy = torchstrategy.OneDeviceStrategy("cpu")
     found = strategy.run(lambda x: make(x + 0, x), args=(torch.arange(3.0),))
     assert type(strategy.gather(found, axis=0)) is make

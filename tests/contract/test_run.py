@@ -138,7 +138,7 @@ COUNTS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("case", COUNTS)
-def test_messages_count_as_people_do(case: str) -> None:
+def test_messages_say_one_replica_and_not_one_replicas(case: str) -> None:
     with pytest.raises(ValueError) as caught:
         COUNTS[case]()
     assert re.findall(r"\b1 (?:replicas|components|numbers|dimensions)\b", str(caught.value)) == []

@@ -18,7 +18,7 @@ from torch import nn
 
 import torchstrategy
 from torchstrategy import ReplicaBufferWarning
-from torchstrategy._base.context import in_use
+from torchstrategy._base.context import using_device
 
 X = torch.arange(16, dtype=torch.float64).reshape(8, 2) / 16
 
@@ -99,7 +99,7 @@ def trained(
 ) -> list[torch.Tensor]:
     """Results, aliases of the buffer, and the model, after steps between which the user writes on an alias."""
     device = torch.device("cpu") if strategy is None else strategy.extended.parameter_devices[0]
-    with nullcontext() if strategy is None else strategy.scope(), in_use(device):
+    with nullcontext() if strategy is None else strategy.scope(), using_device(device):
         net = Net(write, others)
 
     def run(step: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import torchstrategy
-from torchstrategy._base.context import in_use
+from torchstrategy._base.context import using_device
 
 X = torch.arange(8, dtype=torch.float64).reshape(4, 2) / 8
 
@@ -81,7 +81,7 @@ def trained(
 ) -> list[Any]:
     """Results and tensors of some steps, before one of which two tensors begin to share memory."""
     device = torch.device("cpu") if strategy is None else strategy.extended.parameter_devices[0]
-    with nullcontext() if strategy is None else strategy.scope(), in_use(device):
+    with nullcontext() if strategy is None else strategy.scope(), using_device(device):
         net = Net("table" if when else written)
         if share is by_set:
             net.inner.row = torch.ones(2, dtype=torch.float64, device=device)

@@ -18,7 +18,7 @@ import torchstrategy
 from nets import F64, Net, outputs, train, trained
 from problems import assert_close, close, compare, data, deal, gradients, mse, replica_id
 from topologies import SIMULATED, central_in_one_place, central_with_copies
-from torchstrategy._base.context import in_use
+from torchstrategy._base.context import using_device
 
 
 def _eval(model: Any) -> None:
@@ -191,7 +191,7 @@ def test_what_is_written_between_steps_reaches_every_replica(make, write):
             for m in (model, twin):
                 m.zero_grad()
                 if not again:
-                    with in_use(m.scale.device):
+                    with using_device(m.scale.device):
                         write(m)
             dtype = next(model.parameters()).dtype
 

@@ -57,7 +57,7 @@ def test_steps_of_copies_compute_the_numbers_of_plain_torch(workers: int) -> Non
     assert wrong == {}
 
 
-def test_a_strategy_over_a_part_of_the_processes() -> None:
+def test_a_strategy_over_a_part_of_the_processes_computes_the_numbers_of_plain_torch() -> None:
     program = exact_steps.cleared_here_and_there
     *found, left_out = cluster(3).run(exact_steps.of_a_part, program)
     assert left_out is None

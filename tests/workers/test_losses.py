@@ -32,7 +32,7 @@ def agree(one: Gradients, other: Gradients) -> bool:
 
 
 @layouts
-def test_known_losses(workers: int, replicas: int) -> None:
+def test_known_losses_have_the_gradient_of_the_batch(workers: int, replicas: int) -> None:
     names, wrong = some_of(NAMES), []
     found = cluster(workers).run(losses.of_known, replicas, names)
     for name in names:
@@ -70,7 +70,7 @@ def _wrong_of(name: str, of_workers: Sequence[Any], replicas: int) -> list[Any]:
 
 @layouts
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
-def test_random_programs_with_counts(workers: int, replicas: int, size: float) -> None:
+def test_random_losses_with_counts_have_the_gradient_of_plain_torch(workers: int, replicas: int, size: float) -> None:
     seeds = some_of(range(60))
     found = cluster(workers).run(losses.of_random, replicas, seeds, size)
     wrong = []
@@ -92,7 +92,7 @@ LOOSE = {"line_search": 1e-9}
 
 @layouts
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
-def test_trainings(workers: int, replicas: int, size: float) -> None:
+def test_trainings_compute_the_numbers_of_plain_torch(workers: int, replicas: int, size: float) -> None:
     found = cluster(workers).run(losses.of_programs, replicas, losses.PROGRAMS, size)
     wrong = {}
     for program in losses.PROGRAMS:
@@ -106,7 +106,7 @@ def test_trainings(workers: int, replicas: int, size: float) -> None:
 
 
 @pytest.mark.parametrize("train", [sharding.ordinary, sharding.several_backwards, sharding.sending_later])
-def test_sharded_models(train: Any) -> None:
+def test_sharded_models_compute_the_numbers_of_one_device(train: Any) -> None:
     torch.manual_seed(0)
     model = sharding.Net()
     strategy = losses.plain_strategy()
@@ -133,18 +133,18 @@ def mean(net: Any, rows: Rows) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("loss", "in_steps"), [(ce, 0), (by_mask, 0), (mean, 0), (smoothed, 1)], ids=["ce", "mask", "mean", "two terms"]
 )
-def test_one_term_needs_no_message_after_the_first_run(loss: Any, in_steps: int) -> None:
+def test_after_the_first_run_one_term_needs_no_message_and_two_need_one(loss: Any, in_steps: int) -> None:
     for first, *others in cluster(2).run(losses.messages, 1, loss, [8, 8, 12, 8]):
         assert first <= 5  # that of the model, two of the loss, and that of the first backward
         assert others == [in_steps] * 3
 
 
-def test_uneven_rows_need_one() -> None:
+def test_one_term_of_uneven_rows_needs_one_message() -> None:
     for _, *others in cluster(2).run(losses.messages, 1, ce, [7, 7, 7]):
         assert others[-1] == 1
 
 
-def test_workers_with_several_replicas_need_one_more_than_by_rows() -> None:
+def test_workers_with_several_replicas_need_one_message_more_than_by_rows() -> None:
     for by_loss, by_rows in zip(
         cluster(2).run(losses.messages, 2, ce, [8, 8, 8], "loss"),
         cluster(2).run(losses.messages, 2, ce, [8, 8, 8], "mean"),
@@ -168,7 +168,7 @@ def test_a_worker_is_warned_once_with_the_numbers_of_two() -> None:
         )
 
 
-def test_a_worker_with_several_replicas_compares_its_own() -> None:
+def test_a_worker_is_warned_of_its_own_replicas_and_not_of_others() -> None:
     first, second = cluster(2).run(losses.warned_of, 2, [(3, 3, 5, 2)])
     assert first == [[]]
     assert "divided by 5 in replica 2 and by 2 in replica 3" in second[0][0]

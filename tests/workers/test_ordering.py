@@ -66,6 +66,6 @@ def test_what_may_differ_is_not_refused(replicas: int) -> None:
     assert [len(rows) for rows in first[0]] == [5, 5, 2] and first[0] != first[1]
 
 
-def test_a_run_takes_no_message_more_for_it() -> None:
+def test_a_run_compares_rows_without_a_message_more() -> None:
     for *with_batch, without in cluster(2).run(ordering.num_messages):
         assert with_batch[-1] == without

@@ -152,7 +152,7 @@ sys.stdout.write(f"{strategy.experimental_local_results(strategy.run(step))[0].i
 
 @takes_long
 @pytest.mark.parametrize("how", ["goes well", "raises"])
-def test_torchrun_starts_it(how: str, tmp_path: Path) -> None:
+def test_torchrun_starts_the_workers_and_hears_how_they_end(how: str, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

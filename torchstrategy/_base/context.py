@@ -6,7 +6,8 @@ on top says which of these holds. Entering `Strategy.scope` or a merge function 
 
 It also has none of the caller's thread-local state of torch: neither its grad mode nor its autocast, modes, default
 device or context variables. A replica's thread takes them over from the caller of `run`. The default dtype and the
-deterministic flag belong to the whole process, so nobody has to copy them. `in_use` sets the device of a block.
+deterministic flag belong to the whole process, so nobody has to copy them. `using_device` sets the default device of a
+block.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Frame:
         this_thread.frames.pop()
 
 
-class _Here(threading.local):
+class _ThreadFrames(threading.local):
     """This thread's stack, and the strategy that `experimental_set_strategy` put below it."""
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class _Here(threading.local):
         self.set_scope = ExitStack()  # the block in which that strategy sees what this thread creates
 
 
-this_thread = _Here()
+this_thread = _ThreadFrames()
 _default: list[Any] = []  # the default strategy and its replica context; filled once, when the package is imported
 
 
@@ -71,8 +72,8 @@ def set_default(strategy: StrategyLike, replica_context: ReplicaContextLike) -> 
     _default[:] = [strategy, replica_context]
 
 
-def frames_kept() -> Callable[[], None]:
-    """Returns a function that puts this thread's stack back to what it is now, also where a block was not left."""
+def remember_frames() -> Callable[[], None]:
+    """Returns a function that puts this thread's stack back to what it is now, even if a block was not left."""
     frames, depth = this_thread.frames, len(this_thread.frames)
 
     def put_back() -> None:
@@ -89,7 +90,7 @@ def current_frame() -> Frame | None:
 
 
 @contextmanager
-def nowhere() -> Iterator[None]:
+def outside_of_strategies() -> Iterator[None]:
     """Runs a block as if this thread had entered no strategy."""
     frames, this_thread.frames = this_thread.frames, []
     try:
@@ -98,10 +99,10 @@ def nowhere() -> Iterator[None]:
         this_thread.frames = frames
 
 
-def local_object(central: Any) -> Any:
-    """The object that the replica of this thread uses in place of `central`: its own copy, or `central` itself."""
+def local_object(users: Any) -> Any:
+    """What the replica of this thread uses in the place of an object of the user's: its own copy, or the object."""
     frames = this_thread.frames
-    return frames[-1].local_objects.get(id(central), central) if frames else central
+    return frames[-1].local_objects.get(id(users), users) if frames else users
 
 
 def current_strategy() -> StrategyLike:
@@ -193,11 +194,11 @@ def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "mer
                 f"or in the replica get_replica_context().{instead}."
             )
     elif frame.strategy is not _default[0]:
-        raise RuntimeError(mixing(strategy, frame.strategy, what))
+        raise RuntimeError(mixed_strategies_message(strategy, frame.strategy, what))
 
 
-def mixing(strategy: StrategyLike, current: StrategyLike, what: str) -> str:
-    """The error message for a call of `what`, a method of `strategy`, in the context of the strategy `current`."""
+def mixed_strategies_message(strategy: StrategyLike, current: StrategyLike, what: str) -> str:
+    """What an error says of a call of `what`, a method of `strategy`, in the context of the strategy `current`."""
     return (
         f"Mixing different torchstrategy.Strategy objects: {what} of {strategy!r} was called in the context of "
         f"{current!r}. Leave that strategy's scope, or use the strategy that torchstrategy.get_strategy() returns."
@@ -227,10 +228,10 @@ def needs_device_context(device: Device) -> bool:
     return default.type != "meta" and memory_device(default) != memory_device(device)
 
 
-def in_use(device: Device | None) -> AbstractContextManager[object]:
+def using_device(device: Device | None) -> AbstractContextManager[object]:
     """A block in which tensors that are created without a device are on `device`; a null context if they are anyway.
 
-    Random numbers that a generator of another device draws are there.
+    Numbers that a random generator draws are on the device of this generator.
     """
     if device is None or not needs_device_context(device):
         return nullcontext()
@@ -242,8 +243,11 @@ def in_use(device: Device | None) -> AbstractContextManager[object]:
 
 
 @final
-class _Worn(NamedTuple):
-    """The state of torch that the caller's thread has, as far as it is taken off again."""
+class _TorchState(NamedTuple):
+    """The state that torch keeps for each thread, as far as the library sets it again when a replica has run.
+
+    The grad mode and the inference mode are not here: `CallerState._call_on` sets both for one block.
+    """
 
     autocast: list[tuple[str, bool, torch.dtype]]  # of each device type: whether it is on, and to which dtype
     autocast_cache: bool
@@ -256,7 +260,7 @@ class _Worn(NamedTuple):
 
 @final
 class CallerState:
-    """The state of the caller's thread, which makes this object. `run_in` takes it over on the thread of a replica.
+    """The state of the caller's thread, which makes this object. The thread of a replica takes it over.
 
     Args:
         streams: The caller's current streams of the devices that replicas use.
@@ -266,66 +270,66 @@ class CallerState:
         warn_of_unseen_threads()  # a profiler is the one part of the state that another thread cannot take over
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        self.worn = _worn()
+        self.torch_state = _read_torch_state()
         self.default_device = getattr(torch_internals.default_device, "device_context", None)
         self.streams = streams
         self.variables = contextvars.copy_context()
 
-    def run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
-        """Calls `fn` on this thread, for a replica on `device`, in the state that was taken.
+    def run_on_other_thread(self, device: Device, fn: Callable[[], Tree]) -> Tree:
+        """Calls `fn` in the caller's state, for a replica on `device`. Called on a thread that is not the caller's.
 
         Each call gets its own copy of the context variables, so that no replica sees what another one sets.
         """
-        return self.variables.copy().run(self._run_in, device, fn)
+        return self.variables.copy().run(self._adopt_and_call, device, fn)
 
-    def run_here(self, device: Device, fn: Callable[[], Tree]) -> Tree:
-        """The same on the caller's own thread, which is in this state. What `fn` leaves behind is taken off."""
+    def run_on_callers_thread(self, device: Device, fn: Callable[[], Tree]) -> Tree:
+        """The same on the caller's own thread, which is in this state already. It is in this state again afterwards."""
         try:
-            return self.variables.copy().run(self._run_on, device, fn)
+            return self.variables.copy().run(self._call_on, device, fn)
         finally:
             if self.streams and current_streams(self.streams) != self.streams:
                 make_current(self.streams.values())
-            if _worn() != self.worn:
-                _take_off(self.worn.autocast_nesting)
+            if _read_torch_state() != self.torch_state:
+                _reset_thread(self.torch_state.autocast_nesting)
                 torch_internals.default_device.device_context = self.default_device
-                self._put_on()
+                self._apply_torch_state()
 
-    def _run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
+    def _adopt_and_call(self, device: Device, fn: Callable[[], Tree]) -> Tree:
         try:
             if device in self.streams:
                 begin_using(device)
             if self.streams:
                 make_current(self.streams.values())
             torch.autocast_increment_nesting()
-            self._put_on()
-            return self._run_on(device, fn)
+            self._apply_torch_state()
+            return self._call_on(device, fn)
         finally:
-            _take_off(autocast_nesting=0)
+            _reset_thread(autocast_nesting=0)
 
-    def _put_on(self) -> None:
-        torch.set_num_threads(self.worn.num_threads)
-        torch.set_autocast_cache_enabled(self.worn.autocast_cache)
-        for device_type, enabled, dtype in self.worn.autocast:
+    def _apply_torch_state(self) -> None:
+        torch.set_num_threads(self.torch_state.num_threads)
+        torch.set_autocast_cache_enabled(self.torch_state.autocast_cache)
+        for device_type, enabled, dtype in self.torch_state.autocast:
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
-        for pack, unpack in self.worn.saved_tensors:
+        for pack, unpack in self.torch_state.saved_tensors:
             torch_internals.push_saved_tensors_hooks(pack, unpack)
-        for mode in self.worn.function_modes:
+        for mode in self.torch_state.function_modes:
             torch_internals.push_function_mode(mode)
-        for mode in self.worn.dispatch_modes:
+        for mode in self.torch_state.dispatch_modes:
             torch_internals.push_dispatch_mode(mode)
 
-    def _run_on(self, device: Device, fn: Callable[[], Tree]) -> Tree:
+    def _call_on(self, device: Device, fn: Callable[[], Tree]) -> Tree:
         # Autograd would run the backward of an accelerator on a thread of its own, where no replica is entered.
         # Without multithreading, it runs on this thread, which has the replica's context.
-        with torch_internals.autograd_state(self.inference), in_use(device):
+        with torch_internals.autograd_state(self.inference), using_device(device):
             torch_internals.set_grad_enabled(self.grad)
             torch_internals.set_multithreading_enabled(False)
             return fn()
 
 
-def _worn() -> _Worn:
-    """What this thread has on now."""
+def _read_torch_state() -> _TorchState:
+    """The state of this thread now."""
     types = _types_with_autocast()
     # A replica that runs on the caller's thread comes here, too, so that there is no Python call for each type.
     are_enabled, dtypes = map(torch.is_autocast_enabled, types), map(torch.get_autocast_dtype, types)
@@ -336,7 +340,7 @@ def _worn() -> _Worn:
         torch_internals.pop_saved_tensors_hooks()
     for pack, unpack in hooks:
         torch_internals.push_saved_tensors_hooks(pack, unpack)
-    return _Worn(
+    return _TorchState(
         autocast=autocast,
         autocast_cache=torch.is_autocast_cache_enabled(),
         autocast_nesting=_autocast_nesting(),
@@ -356,8 +360,12 @@ def _types_with_autocast() -> tuple[str, ...]:
     return ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", torch_internals.privateuse1_name())
 
 
-def _take_off(autocast_nesting: int) -> None:
-    """Takes off all that `CallerState` puts on, also what the step has left behind, but some of the autocasts."""
+def _reset_thread(autocast_nesting: int) -> None:
+    """Ends all modes, hooks and autocasts of this thread, also those that the step has left behind.
+
+    Args:
+        autocast_nesting: Of the blocks of autocast that the thread is in, so many stay.
+    """
     torch.set_default_device(None)
     # `left` keeps the modes alive: to pop a mode that nobody else refers to crashes torch 2.10.
     left = torch_internals.dispatch_modes()
@@ -375,10 +383,11 @@ def _take_off(autocast_nesting: int) -> None:
 
 
 @final
-class undisturbed(AbstractContextManager[None]):
-    """A block whose tensors are no inference tensors, and whose operations autograd does not record.
+class without_autograd(AbstractContextManager[None]):
+    """A block whose operations autograd does not record, and whose tensors are no inference tensors.
 
-    It does not depend on the modes of the caller. A run enters several of these blocks, so that it is no generator.
+    `torch.no_grad` does half of this: in a caller's inference mode, it would make inference tensors. A run enters
+    several of these blocks, and a class with two methods costs less than a generator.
     """
 
     __slots__ = ("_state",)

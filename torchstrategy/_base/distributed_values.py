@@ -104,10 +104,10 @@ class DistributedValues(Generic[T], metaclass=ABCMeta):  # so that variables, wh
     def values(self) -> tuple[T, ...]:
         """The components of the replicas that are present, in replica order."""
         is_plain = _SPECIAL.isdisjoint(map(type, self._components))  # nearly always, and this is cheaper
-        return self._components if is_plain else tuple(_made(v) for v in self._components if v is not ABSENT)
+        return self._components if is_plain else tuple(_make_if_unmade(v) for v in self._components if v is not ABSENT)
 
     def __repr__(self) -> str:
-        return listed(type(self).__name__, self._components)
+        return describe_components(type(self).__name__, self._components)
 
     def __copy__(self) -> Self:
         return self._with(self._components)
@@ -132,13 +132,13 @@ class DistributedValues(Generic[T], metaclass=ABCMeta):  # so that variables, wh
         return self._components[replica]
 
 
-def listed(kind: str, components: Sequence[Tree]) -> str:
+def describe_components(kind: str, components: Sequence[Tree]) -> str:
     """The printed form of a value of several replicas: one line for each replica that is present."""
-    lines = ",\n".join(f"  {r}: {shown(value)}" for r, value in enumerate(components) if value is not ABSENT)
+    lines = ",\n".join(f"  {r}: {describe_value(value)}" for r, value in enumerate(components) if value is not ABSENT)
     return f"{kind}:{{\n{lines}\n}}"
 
 
-def shown(value: Tree) -> str:
+def describe_value(value: Tree) -> str:
     """The printed form of a value; of a long one its beginning, and of a big tensor its shape, dtype and device."""
     is_tensor = isinstance(value, torch.Tensor) and not value.is_nested
     text = "" if is_tensor and value.numel() > _MANY else f"{value}"
@@ -147,13 +147,14 @@ def shown(value: Tree) -> str:
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
-_MANY, _LONG = 1000, 200
+_MANY = 1000  # elements of a tensor that is not printed in full
+_LONG = 200  # characters of a printed value
 
 
-_SPECIAL = frozenset({type(ABSENT), Unmade})
+_SPECIAL = frozenset({type(ABSENT), Unmade})  # what stands in the place of a component
 
 
-def _made(value: Tree) -> Tree:
+def _make_if_unmade(value: Tree) -> Tree:
     return value.make() if type(value) is Unmade else value
 
 
@@ -224,19 +225,19 @@ class PerReplica(DistributedValues[T]):
 
     def __format__(self, spec: str) -> str:
         if spec:
-            raise TypeError(_misused(self, f'f"{{value:{spec}}}"'))
+            raise TypeError(_misuse_message(self, f'f"{{value:{spec}}}"'))
         return str(self)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = next(found for found in tree_leaves((args, kwargs)) if isinstance(found, cls))
-        raise TypeError(_misused(value, f"torch.{getattr(func, '__name__', func)}(value)"))
+        raise TypeError(_misuse_message(value, f"torch.{getattr(func, '__name__', func)}(value)"))
 
 
 KNOWN_LEAVES.add(PerReplica)
 
 
-def _misused(value: Any, use: str) -> str:
+def _misuse_message(value: Any, use: str) -> str:
     """The message for a program that wrote `use` of a per-replica value."""
     return (
         f"{use} does not work: this value is a PerReplica, with a component for each of {_replicas_of(value)}, and not "
@@ -263,12 +264,12 @@ def _replicas_of(value: Any) -> str:
 
 def _no_attribute(self: PerReplica, name: str) -> Any:
     # Python, torch and numpy ask every object for some names with underscores, and expect a short answer.
-    raise AttributeError(name if name.startswith("_") else _misused(self, f"value.{name}"))
+    raise AttributeError(name if name.startswith("_") else _misuse_message(self, f"value.{name}"))
 
 
-def _refusal(use: str) -> Callable[..., Any]:
+def _refuse_use(use: str) -> Callable[..., Any]:
     def refuse(self: PerReplica, *others: Any, **options: Any) -> Any:
-        raise TypeError(_misused(self, use))
+        raise TypeError(_misuse_message(self, use))
 
     return refuse
 
@@ -286,7 +287,7 @@ _USES |= {f"__r{name}__": f"... {sign} value" for name, sign in _SIGNS.items()}
 _USES |= {"__neg__": "-value", "__pos__": "+value", "__invert__": "~value", "__getitem__": "value[...]"}
 _USES |= {"__setitem__": "value[...] = ...", "__index__": "value as an index", "__array__": "value as a numpy array"}
 # They are set here and not written in the class: a type checker shall not take every name for an attribute.
-for _name, _method in {"__getattr__": _no_attribute, **{name: _refusal(use) for name, use in _USES.items()}}.items():
+for _name, _method in {"__getattr__": _no_attribute, **{name: _refuse_use(use) for name, use in _USES.items()}}.items():
     setattr(PerReplica, _name, _method)
 
 
@@ -302,23 +303,23 @@ class Mirrored(DistributedValues):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = map_leaves(_here, (args, kwargs or {}))
+        args, kwargs = map_leaves(_component_here, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(_here(self), name)
+        return getattr(_component_here(self), name)
 
 
 def _forward(name: str, operation: Callable[..., Any]) -> None:
     def forward(self: Mirrored, *others: Any) -> Any:
-        return operation(*map(_here, (self, *others)))
+        return operation(*map(_component_here, (self, *others)))
 
     setattr(Mirrored, name, forward)
 
 
-def _here(value: Any) -> Any:
+def _component_here(value: Any) -> Any:
     """The component of a mirrored value that the caller uses: in a replica its own, elsewhere that of the first."""
     if not isinstance(value, Mirrored):
         return value
@@ -351,7 +352,7 @@ def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
     replicas = [r for r in range(count) if all(d._components[r] is not ABSENT for d in distributed)]
 
     def own(leaf: Tree, r: int) -> Tree:
-        return _made(leaf._components[r]) if isinstance(leaf, DistributedValues) else leaf
+        return _make_if_unmade(leaf._components[r]) if isinstance(leaf, DistributedValues) else leaf
 
     return tuple(spec.unflatten([own(leaf, r) for leaf in leaves]) for r in replicas)
 
@@ -381,16 +382,16 @@ def select(tree: Tree, replica: int) -> Tree:
     return map_leaves(lambda leaf: select(leaf, replica) if isinstance(leaf, DistributedValues) else leaf, tree)
 
 
-_NUMBERS = frozenset({int, float, complex})
+def select_for_understudy(tree: Tree) -> Tree:
+    """`tree` for a replica that runs the step as an understudy: with borrowed rows in the place of a batch.
 
+    A distributed value that lends nothing stays in the tree, and `select` takes its component.
+    """
 
-def for_understudy(tree: Tree) -> Tree:
-    """What a replica gets of `tree` that runs the step as an understudy, where `select` leaves it to be chosen."""
+    def borrow(leaf: Tree) -> Tree:
+        return _make_if_unmade(leaf.understudy) if type(leaf) is PerReplica and leaf.understudy is not None else leaf
 
-    def borrowed(leaf: Tree) -> Tree:
-        return _made(leaf.understudy) if type(leaf) is PerReplica and leaf.understudy is not None else leaf
-
-    return map_leaves(borrowed, tree)
+    return map_leaves(borrow, tree)
 
 
 def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
@@ -406,6 +407,9 @@ def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
                 f"A value with {plural(len(leaf._components), 'component')} was given to a strategy with "
                 f"{plural(num_replicas, 'replica')}: there must be one for each. Did another strategy make it?"
             )
+
+
+_NUMBERS = frozenset({int, float, complex})
 
 
 def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_results: bool = False) -> Tree:
@@ -429,22 +433,25 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_result
     present = [r for r, tree in enumerate(by_replica) if tree is not ABSENT]
     columns, spec = columns_of([by_replica[r] for r in present], present, are_results)
 
-    def leaf(column: list[Tree]) -> Tree:
+    def join(column: list[Tree]) -> Tree:
+        """One leaf of those that the present replicas have in the same place."""
         first, is_alone = column[0], len(by_replica) == 1
-        may_be_one = is_alone or (len(column) > 1 and not (are_results and type(first) in _NUMBERS)) or first is None
-        is_in_row = type(column) is RowColumn and not is_alone
-        if may_be_one and all(value is first for value in column) and not (always_wrap or is_in_row):
+        must_wrap = always_wrap or (type(column) is RowColumn and not is_alone)
+        # That one object is in all replicas says nothing where only one of several is present, nor of a number.
+        is_telling = len(column) > 1 and not (are_results and type(first) in _NUMBERS)
+        may_be_one = is_alone or is_telling or first is None
+        if not must_wrap and may_be_one and all(value is first for value in column):
             return first
         components: list[Tree] = [ABSENT] * len(by_replica)
         for r, value in zip(present, column, strict=True):
             components[r] = value
         return PerReplica(components)
 
-    return spec.unflatten([leaf(column) for column in columns])
+    return spec.unflatten([join(column) for column in columns])
 
 
 def regroup_in_worker(by_replica: Sequence[Tree], *, is_understudy: bool, are_results: bool = False) -> Tree:
-    """The same, where other processes have replicas, too: a value of a single replica is not that of all replicas.
+    """`regroup` where other processes have replicas, too: a value of a single replica is not that of all replicas.
 
     Args:
         by_replica: One tree for each replica of this process; `ABSENT` for a replica that took no part in the step.
@@ -456,18 +463,18 @@ def regroup_in_worker(by_replica: Sequence[Tree], *, is_understudy: bool, are_re
     if count > 1 and not is_understudy:
         return regroup(by_replica, are_results=are_results)
 
-    def wrapped(value: Tree) -> Tree:
+    def wrap(value: Tree) -> Tree:
         return PerReplica([ABSENT] * count, understudy=value) if is_understudy else PerReplica([value])
 
-    def leaf(value: Tree) -> Tree:
+    def wrap_if_own(value: Tree) -> Tree:
         if are_results and is_plain_list(value):
-            return map_leaves(wrapped, value)
+            return map_leaves(wrap, value)
         is_shared = isinstance(value, (DistributedValues, type(None)))
         if is_shared or not (are_results or isinstance(value, (torch.Tensor, int, float, complex))):
             return value
-        return wrapped(value)
+        return wrap(value)
 
     def is_leaf(value: Tree) -> bool:
         return is_one_thing(value) or (are_results and is_plain_list(value))
 
-    return map_leaves(leaf, next(tree for tree in by_replica if tree is not ABSENT), is_leaf)
+    return map_leaves(wrap_if_own, next(tree for tree in by_replica if tree is not ABSENT), is_leaf)

@@ -68,6 +68,7 @@ class ReduceOp(enum.Enum):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/ReduceOp
     """
 
+    # There are these two, and code takes whatever is not one of them for the other. Gradients are reduced by them, too.
     SUM = "SUM"
     MEAN = "MEAN"
 

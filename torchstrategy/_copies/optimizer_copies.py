@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.marks import mark_of
 from torchstrategy._base.objects.changes import are_same
 from torchstrategy._base.objects.proxies import is_torchs, parameters_of, plain_class
@@ -68,7 +68,7 @@ class OptimizerCopies:
 
     def state(self, optimizer: Optimizer, replica: int) -> dict[torch.Tensor, Any]:
         """The state of a replica's copy, by the replica's own parameters. Called on the replica's thread."""
-        with self._lock, undisturbed():
+        with self._lock, without_autograd():
             self.begin(optimizer)
             return self.of_replicas[replica].state()
 

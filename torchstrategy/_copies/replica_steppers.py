@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._base.context import current_frame, in_use
+from torchstrategy._base.context import current_frame, using_device
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.proxies import plain_class, users_own
@@ -151,9 +151,8 @@ class ReplicaOptimizer:
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
             _check(name, brought, self.host)
-            return [self.host.call_for_all(lambda: self._update(method, *args, **kwargs), self.optimizer)] * len(
-                brought
-            )
+            result = self.host.call_for_all(lambda: self._update(method, *args, **kwargs), self.optimizer)
+            return [result] * len(brought)
 
         self.gradients.totals.accumulate(self.replica.index)
         return self.replica.synchronize(name, combine, (args, kwargs))
@@ -192,20 +191,14 @@ class ReplicaOptimizer:
 
         def ask_all() -> Any:
             self.replica.synchronize(name, stop_showing, _EVALUATE)
-            with frame, in_use(self.replica.device):
+            with frame, using_device(self.replica.device):
                 return evaluate()
-
-        def put_in_place_of_closure(other: object) -> _Given:
-            args, kwargs = arguments
-            own = [other if value is closure else value for value in args]
-            by_name = {key: other if value is closure else value for key, value in kwargs.items()}
-            return tuple(own), by_name
 
         # The closure cannot run on the thread of the caller, which is the one that combines: it is a part of the step,
         # and needs the thread-local state of its replica. So the loop has to run on the thread of a replica, too.
-        self.replica.synchronize(name, begin, put_in_place_of_closure(None))
+        self.replica.synchronize(name, begin, _replace_argument(arguments, closure, None))
         if self.leads:
-            args, kwargs = put_in_place_of_closure(ask_all)
+            args, kwargs = _replace_argument(arguments, closure, ask_all)
             with host.cross_replica():
                 result = self._update(method, *args, **kwargs)
             return self.replica.synchronize(name, stop_showing, result)
@@ -349,6 +342,14 @@ _Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 def _is_closure(value: Any) -> bool:
     return callable(value) and not isinstance(value, (nn.Module, torch.Tensor, type))
+
+
+def _replace_argument(given: _Given, old: object, new: object) -> _Given:
+    """The arguments of a method with another object in the place of one of them."""
+    args, kwargs = given
+    own = [new if value is old else value for value in args]
+    by_name = {key: new if value is old else value for key, value in kwargs.items()}
+    return tuple(own), by_name
 
 
 def _check(name: str, brought: Sequence[_Given], host: OptimizerHost) -> None:

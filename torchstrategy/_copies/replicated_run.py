@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._base.context import current_frame, in_use, is_in_replica, undisturbed
+from torchstrategy._base.context import current_frame, is_in_replica, using_device, without_autograd
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.proxies import is_torchs, parameters_of, plain_class, suspended, users_own
@@ -128,7 +128,7 @@ class ReplicaSet:
         """The user's optimizer is about to take a step: its copies get the settings and the state that it has now."""
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
-            with undisturbed():
+            with without_autograd():
                 if _signature([optimizer])[0] not in self._optimizer_signature:
                     copies = self._optimizer_copies[id(optimizer)] = OptimizerCopies(optimizer, self._local)
                 self.replicated.refresh_parameters()
@@ -283,7 +283,7 @@ class ReplicatedRun(OptimizerHost):
             yield None if self.kept is None else self.kept.to_users
         for own in chain.from_iterable(self._optimizers.values()):
             own.forget_settings()
-        with undisturbed():
+        with without_autograd():
             self.replica_set.replicated.refresh_parameters(in_run=True, optimizer=optimizer)
         for writer in self._writers:
             writer.refresh()
@@ -315,7 +315,7 @@ class ReplicatedRun(OptimizerHost):
         before = self._threads
         self._threads = before | {threading.get_ident()}
         try:
-            with self.enter_cross_replica(), in_use(self._callers_device):
+            with self.enter_cross_replica(), using_device(self._callers_device):
                 yield
         finally:
             self._threads = before
@@ -352,7 +352,7 @@ class ReplicatedRun(OptimizerHost):
         self._check_unwritten()
         changes = self.replica_set.replicated.check_structure(self.participants.present)
         self._check_settings()
-        with undisturbed():
+        with without_autograd():
             for writer in self._writers:
                 writer.put_together()
             self.replica_set.replicated.put_together(self.participants, changes)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._base.context import frames_kept, is_accelerator, is_in_replica, undisturbed
+from torchstrategy._base.context import is_accelerator, is_in_replica, remember_frames, without_autograd
 from torchstrategy._base.distributed_values import PerReplica
 from torchstrategy._base.objects.module_traversal import modules_within, roots_of
 from torchstrategy._base.objects.proxies import install, is_all_in_dict, is_torchs, parameters_of, uninstall, users_own
@@ -115,16 +115,12 @@ class ReplicatedStorage(Storage):
         refuse_bound_methods([*named.steppers, *ours])
         # The numbers below are the steps of Note [The order of a run and of its undoing].
         if participants.has_news:  # 0
-            # What the user has dropped must not be compared, so Python's collector of cycles runs first.
-            gc.collect()
-            known: list[weakref.ref[Any]] = [*self._variables.values(), *self._on_read.valuerefs()]
-            roots = roots_of(modules_within(_alive(self._modules.values())))
-            take_from_first_worker(self.placement.workers, roots, variables=_alive(known))
+            self._take_from_first_worker()
         # The list keeps the variables alive for as long as the run has copies of them.
-        variables = _alive(self._variables.values())
+        variables = _living(self._variables.values())
         run_state = None
         originals: list[Any] = []
-        leave_replicas = frames_kept()
+        leave_replicas = remember_frames()
         replica_set = self._borrow(variables)  # 1
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
@@ -158,6 +154,14 @@ class ReplicatedStorage(Storage):
             self._return(replica_set)
             variables.clear()
 
+    def _take_from_first_worker(self) -> None:
+        """Gives the modules and variables of the scope the values that they have in worker 0."""
+        # What the user has dropped must not be compared, so Python's collector of cycles runs first.
+        gc.collect()
+        known: list[weakref.ref[Any]] = [*self._variables.values(), *self._on_read.valuerefs()]
+        roots = roots_of(modules_within(_living(self._modules.values())))
+        take_from_first_worker(self.placement.workers, roots, variables=_living(known))
+
     def _make_run(
         self,
         replica_set: ReplicaSet,
@@ -169,9 +173,9 @@ class ReplicatedStorage(Storage):
     ) -> ReplicatedRun:
         """The run, with what its step names beside modules: steppers, trainers, and tensors without copies."""
         # The schedulers and scalers of the scope, and those that the step names.
-        found = [*_alive(self._steppers.valuerefs()), *(stepper for _, stepper in named.steppers)]
+        found = [*_living(self._steppers.valuerefs()), *(stepper for _, stepper in named.steppers)]
         steppers = list({id(stepper): stepper for stepper in found}.values())
-        with undisturbed():
+        with without_autograd():
             make_ready(steppers, self.parameter_device)
         num_replicas = len(self.devices)
         run = RunReplicas(
@@ -239,7 +243,7 @@ class ReplicatedStorage(Storage):
 
     def as_before(self) -> AbstractContextManager[None]:
         """A block for an understudy: after it, variables with a value for each replica have the values from before."""
-        return unwritten(_alive(self._on_read.valuerefs()))
+        return unwritten(_living(self._on_read.valuerefs()))
 
     def take_module(self, module: nn.Module) -> None:
         refuse_uncopyable(roots_of(modules_within([module])), are_all=False)
@@ -272,8 +276,8 @@ class ReplicatedStorage(Storage):
             self._steppers[id(stepper)] = stepper  # no copies depend on it
 
     def _borrow(self, variables: Sequence[Variable]) -> ReplicaSet:
-        with self._lock, undisturbed():
-            optimizers = _alive(self._optimizers.values())
+        with self._lock, without_autograd():
+            optimizers = _living(self._optimizers.values())
             if any(key in self._modules or key in self._variables for key in list(self._new)):
                 self._generation += 1
             self._new.clear()
@@ -304,7 +308,7 @@ class ReplicatedStorage(Storage):
             return [newest] if newest.thread == threading.get_ident() else []
 
     def _make_replica_set(self, variables: Sequence[Variable], optimizers: list[Optimizer]) -> ReplicaSet:
-        parts = modules_within(_alive(self._modules.values()))
+        parts = modules_within(_living(self._modules.values()))
         for part in parts:
             self.claim(part)
         self._is_copying = True
@@ -397,6 +401,8 @@ def _forget(storage: weakref.ref[ReplicatedStorage], reference: weakref.ref[Any]
                 own._idle.clear()
 
 
-def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+# `_run/own/own_objects` has the same function: each step would pass from room to room for it.
+def _living(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    """The objects that some references refer to, as far as they still live."""
     # Another thread may add one meanwhile, so the references are listed at once.
     return [thing for reference in list(references) if (thing := reference()) is not None]

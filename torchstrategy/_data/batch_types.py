@@ -5,6 +5,7 @@ of this table that fits a value in them says what its rows are:
 
     a registered type               what the functions given to `register_batch_type` say
     a tensor, an array of numbers   the first dimension; without dimensions, it is a single value
+    a sparse or a nested tensor     the first dimension, of the layouts `sparse_coo` and `jagged`; others are refused
     any other array                 the first dimension; it stays an array
     a `PackedSequence`              each sequence is a row
     a list of things without rows   each string, number or object in it is a row

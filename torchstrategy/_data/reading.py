@@ -3,12 +3,15 @@
 Three kinds of threads may work on a replica's part; without prefetching, all three are the caller's thread:
 
     reading thread     `stage`    moves tensors that are on an accelerator already: its current stream has made them
-    replica's worker   `copy`     pins tensors in host memory and copies them, on the copy stream of the device
+    replica's copier   `copy`     pins tensors in host memory and copies them, on the copy stream of the device
     consumer's thread  `receive`  makes its current stream wait for both, and keeps their memory until it is used
+
+A copier is a thread. It is neither a worker of the loader, which is a process that reads samples, nor one of the
+workers that train together.
 
 Ahead, batches are read, split, pinned and copied:
 
-    reader                     a worker for each replica           the consumer
+    reader                     a copier for each replica           the consumer
                                on an accelerator
     waits for room
     reads and splits a batch,
@@ -79,7 +82,7 @@ class Route:
 
     def __init__(self, device: Device | None) -> None:
         self.device = None if device is None else memory_device(device)
-        self.has_copies = device is not None and is_accelerator(device)  # whether a worker could copy ahead
+        self.has_copies = device is not None and is_accelerator(device)  # whether a copier could copy ahead
 
     def stage(self, parts: Sequence[Tree]) -> StagedBatch:
         """Moves tensors that are on an accelerator. Runs on the reading thread, on its current streams."""
@@ -87,7 +90,7 @@ class Route:
         return self._send(parts, stream, are_in_host_memory=False)
 
     def copy(self, staged: StagedBatch) -> StagedBatch:
-        """Copies tensors of host memory. Runs on the replica's worker, if it has one. Called only if `has_copies`."""
+        """Copies tensors of host memory. Runs on the replica's copier, if it has one. Called only if `has_copies`."""
         assert self.device is not None
         stream = copy_stream(self.device, Cargo.BATCHES)
         with on_stream(stream):  # also makes its device the current one, for which torch pins memory
@@ -142,8 +145,8 @@ class Transfer:
         batch: The batch. None: an error of the reader takes its place; at the end of the epoch, this is StopIteration.
         marks: The functions that say that the consumer has received it.
         staged: The part of each replica.
-        error: The error of the reader or, if there is a batch, of a worker.
-        carried: The replicas whose workers have copied their parts.
+        error: The error of the reader or, if there is a batch, of a copier.
+        carried: The replicas whose copiers have copied their parts.
     """
 
     batch: SplitBatch | None = None
@@ -201,7 +204,7 @@ class Reading(ABC):
 
     @abstractmethod
     def close(self, *, waits: bool = False) -> None:
-        """Ends the epoch, and the threads and workers that it has started.
+        """Ends the epoch, and the threads and loader workers that it has started.
 
         Args:
             waits: Whether to wait until nobody reads the loader, however long that takes.
@@ -428,7 +431,7 @@ class Prefetcher(Reading):
 
         return [
             thread("reader", here, partial(self._read_ahead, index, streams)),
-            *(thread(f"prefetch-{r}", device, partial(self._work, r)) for r, device in devices.items()),
+            *(thread(f"prefetch-{r}", device, partial(self._copy_ahead, r)) for r, device in devices.items()),
         ]
 
     def close(self, *, waits: bool = False) -> None:
@@ -448,12 +451,12 @@ class Prefetcher(Reading):
         if not any(thread.is_alive() for thread in self._threads):
             self._passes = []
 
-    # On the threads of the reader and the workers
+    # On the threads of the reader and the copiers
 
     def _live(self, state: CallerState, device: Device, life: Callable[[], None]) -> None:
-        """Runs the function of a reader or a worker, on its new thread, in the state of the caller's thread."""
+        """Runs the function of a reader or a copier, on its new thread, in the state of the caller's thread."""
         try:
-            state.run_in(device, life)
+            state.run_on_other_thread(device, life)
         except BaseException as error:
             self._failure = error
             self._tell()
@@ -496,12 +499,12 @@ class Prefetcher(Reading):
             return Transfer(error=error)  # not kept in a variable, since the error's traceback refers to this frame
 
     def _send_no_more(self) -> None:
-        """Tells the workers to end when they have copied what is in their queues."""
+        """Tells the copiers to end when they have copied what is in their queues."""
         for inbox in self._inboxes.values():
             inbox.put(None)
 
-    def _work(self, replica: int) -> None:
-        """Runs on a replica's worker: copies the replica's part of step after step."""
+    def _copy_ahead(self, replica: int) -> None:
+        """Runs on a replica's copier: copies the replica's part of step after step."""
         inbox, route = self._inboxes[replica], self.routes[replica]
         while (item := inbox.get()) is not None and not self._is_closed:
             try:

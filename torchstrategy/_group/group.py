@@ -22,7 +22,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from torchstrategy._base.context import current_replica_context, in_use, nowhere
+from torchstrategy._base.context import current_replica_context, outside_of_strategies, using_device
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._base.torch_internals import hide_from_compiler
@@ -126,8 +126,8 @@ class InlineReplica(Replica):
         # See Note [Who may call what on which thread].
         with (
             NO_SIDE_STREAM if self.device_streams is None else self.device_streams.standing_still() as side,
-            nowhere(),
-            in_use(self.callers_device),
+            outside_of_strategies(),
+            using_device(self.callers_device),
             self.combining(),
             traced("synchronize at {}", name),
         ):
@@ -199,7 +199,7 @@ class ReplicaGroup:
         Raises:
             ValueError: From `run`, if they differ in another dimension, in rank or in dtype.
         """
-        # For each tensor, where the part of each replica here begins. `combine` of one replica fills it for all.
+        # For each tensor, where the part of each replica of this worker begins. One replica fills it for all.
         starts: list[list[int]] = []
 
         def check(column: Sequence[torch.Tensor]) -> None:
@@ -294,15 +294,14 @@ class ReplicaGroup:
             name: The name of the synchronization point.
             tensors: Those that this replica brings.
             join: Makes, on the device of a replica, one tensor of each column.
-            over_workers: Makes one of those that the workers have joined.
+            over_workers: Makes, of what each worker has joined, one tensor for all workers.
             names: The name of each tensor.
             check: Raises an error for a column that does not fit together.
-            told: What these functions tell all replicas.
+            told: A list that these functions may fill. All replicas get that of the replica whose `combine` ran.
 
         Returns:
-            The joined tensors on this replica's device; whether any replica wants gradients; and what the functions of
-            the replica tell whose `combine` ran. The output of one replica depends on the inputs of all replicas. So
-            all of them take part in the backward, or none.
+            The joined tensors on this replica's device; whether any replica wants gradients; and the list. The output
+            of one replica depends on the inputs of all replicas. So all of them take part in the backward, or none.
         """
 
         present = self.participants.present
@@ -314,10 +313,7 @@ class ReplicaGroup:
             with refusing():
                 for r, (_, _, other) in zip(present, brought, strict=True):
                     if other != names_of_first:
-                        raise ValueError(
-                            f"Replicas {present[0]} and {r} brought values of different structure to one "
-                            f"{name}: one has {_list_names(names_of_first)}, the other {_list_names(other)}."
-                        )
+                        raise _unlike_structure_error(name, {present[0]: names_of_first, r: other})
                 columns = list(zip(*(tensors for tensors, _, _ in brought), strict=True))
                 for column in columns:
                     check(column)
@@ -401,6 +397,15 @@ del _point
 
 _apply_backward: Callable[..., Any] = _Backward.apply
 _apply_scaled: Callable[..., Any] = _Scaled.apply
+
+
+def _unlike_structure_error(name: str, names: dict[int, Sequence[str]]) -> ValueError:
+    """The error for two replicas that brought other names to one synchronization point."""
+    (first, second), (one, other) = names, map(_list_names, names.values())
+    return ValueError(
+        f"Replicas {first} and {second} brought values of different structure to one {name}: one has {one}, the other "
+        f"{other}."
+    )
 
 
 def _list_names(names: Sequence[str]) -> str:

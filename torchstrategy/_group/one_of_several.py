@@ -37,7 +37,7 @@ class OneOfSeveral(Replica):
     thread: int | None = None  # the thread on which the step runs; None before and after
     is_cancelled: bool = False  # written by the caller's thread
 
-    def perform(self, run_in: RunIn, call: Callable[[Replica], Tree]) -> Report:
+    def perform(self, run_on_thread: RunOnThread, call: Callable[[Replica], Tree]) -> Report:
         """Calls the step, and tells how it ended. The replica can synchronize during this call, on this thread."""
         # The traceback of an error refers to this frame: with the report in a variable, that would be a cycle.
         self.thread = threading.get_ident()
@@ -47,7 +47,7 @@ class OneOfSeveral(Replica):
             step = functools.partial(call_step, self.index, functools.partial(call, self))
             if self.device_streams is not None:
                 step = functools.partial(_call_on_streams, self.device_streams, step)
-            return self._end(Ended(self.index, run_in(self.device, step)))
+            return self._end(Ended(self.index, run_on_thread(self.device, step)))
         except BaseException as error:
             # Also SystemExit and KeyboardInterrupt: the other replicas are stopped first, however the step ends. See
             # Note [What happens on Ctrl-C] in `replica_threads`.
@@ -59,9 +59,9 @@ class OneOfSeveral(Replica):
         self.thread = None
         return outcome
 
-    def serve(self, run_in: RunIn, call: Callable[[Replica], Tree], reports: SimpleQueue[Report]) -> None:
+    def serve(self, run_on_thread: RunOnThread, call: Callable[[Replica], Tree], reports: SimpleQueue[Report]) -> None:
         """Performs the step on a thread of its own."""
-        reports.put(self.perform(run_in, call))
+        reports.put(self.perform(run_on_thread, call))
 
     def pause(self) -> None:
         self._report(Paused(self.index))
@@ -137,7 +137,7 @@ class Failed(NamedTuple):
 
 Report = Synchronizing | Paused | Ended | Failed
 # Calls the step on a device, in the state of torch that the caller has: see `CallerState`.
-RunIn = Callable[[Device, Callable[[], Tree]], Tree]
+RunOnThread = Callable[[Device, Callable[[], Tree]], Tree]
 
 
 STOP = object()  # the message to a replica that shall not go on

@@ -146,6 +146,7 @@ class Participants:
         ]
         of_all = [_OfWorker(own, has_news, workers.is_asked_to_leave)]
         if workers.count > 1:
+            # Options that all workers must give alike. `_of_rows` compares the same ones where no message is sent.
             workers.compare("RunOptions", (reduction, options.run_empty_replicas))
             told = workers.all_gather_bytes(of_all[0].pack(), "the beginning of a run")
             of_all = list(map(_OfWorker.unpack, told))
@@ -244,6 +245,7 @@ def _of_rows(
     weights = Participants._of_everyone(
         everyone, 1, runs_empty, reduction, index, len(rows_of_all), knows_rows=knows_rows
     )
+    # The same options as in `Participants.of`.
     compared = [("RunOptions", [reduction.value, runs_empty]), ("the rows of the batch:", list(rows_of_all))]
     return weights, compared
 

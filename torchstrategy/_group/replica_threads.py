@@ -29,7 +29,7 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._base.context import CallerState, in_use, nowhere
+from torchstrategy._base.context import CallerState, outside_of_strategies, using_device
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.errors import add_note, described
 from torchstrategy._base.torch_internals import keep_graphs_here, keep_what_stands_in_for_gpus
@@ -281,7 +281,7 @@ class _Run:
             stand_still = functools.partial(self._outside, self._meet)
             here = self._replica(r, self._all.devices[r], stand_still=stand_still)
             self._take_turn(r)
-            report = here.perform(self._state.run_here, self._call)
+            report = here.perform(self._state.run_on_callers_thread, self._call)
             del here.stand_still  # else the replica and this run would refer to each other
             self._take(report)
             del report  # its error may refer to this frame
@@ -294,7 +294,7 @@ class _Run:
         What this thread does here, it does for all replicas: outside of the one that it runs.
         """
         try:
-            with nowhere(), in_use(self._callers_device):
+            with outside_of_strategies(), using_device(self._callers_device):
                 self._take(report)
                 if not self._is_over and isinstance(report, Synchronizing):
                     self._go_on()
@@ -350,7 +350,7 @@ class _Run:
         if message is _BEGIN:
             wait = functools.partial(await_turn, inbox, self._reports)
             self._on_threads[r] = replica = self._replica(r, self._all.devices[r], stand_still=wait)
-            message = functools.partial(replica.serve, self._state.run_in, self._call, self._reports)
+            message = functools.partial(replica.serve, self._state.run_on_other_thread, self._call, self._reports)
         inbox.put(message)
 
     def _receive(self) -> int:
@@ -486,7 +486,7 @@ class Replicas:
     def _run_alone(self, call: Callable[[Replica], Tree], device_streams: DeviceStreams | None) -> Tree:
         device = self.devices[0]
         replica = InlineReplica(0, device, torch.get_default_device(), device_streams=device_streams)
-        with in_use(device):
+        with using_device(device):
             try:
                 return call_step_alone(call, (replica,), {})
             finally:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchstrategy._base.context import in_use
+from torchstrategy._base.context import using_device
 from torchstrategy._base.distributed_values import check_component_counts, distributed_within, select
 from torchstrategy._base.errors import add_note, an
 from torchstrategy._base.types import Device, StrategyLike, Tree
@@ -77,7 +77,7 @@ def _ask(
     device: Device | None,
 ) -> Any:
     args, kwargs = given
-    with counting_context(strategy, replica), in_use(device), torch.no_grad():
+    with counting_context(strategy, replica), using_device(device), torch.no_grad():
         try:
             return count(*args, **kwargs)
         except Exception as error:

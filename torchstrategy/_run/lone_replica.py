@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from torchstrategy._base import distributed_values
-from torchstrategy._base.context import in_use, needs_device_context, this_thread
+from torchstrategy._base.context import needs_device_context, this_thread, using_device
 from torchstrategy._base.distributed_values import check_component_counts
 from torchstrategy._base.options import RunOptions
 from torchstrategy._base.torch_internals import is_profiling
@@ -34,8 +34,8 @@ def run_on_own_objects(
 ) -> Tree:
     """Calls the step once, in this worker's replica.
 
-    Its code runs between steps, when it is in no cache of the processor: each call takes several times as long as in a
-    loop.
+    It is one function of many lines, since it runs between steps, when its code is in no cache of the processor: each
+    call takes several times as long as in a loop.
 
     Args:
         strategy: The strategy.
@@ -56,10 +56,10 @@ def run_on_own_objects(
     callers_device = torch.get_default_device() if needs_device_context(device) else None
 
     if weights.is_understudy:
-        args, kwargs = distributed_values.for_understudy((args, kwargs))
+        args, kwargs = distributed_values.select_for_understudy((args, kwargs))
     args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0) if kwargs else kwargs
     name = getattr(fn, "__name__", type(fn).__name__)
-    make_group = partial(_group_of, storage, weights, callers_device)
+    make_group = partial(_make_group, storage, weights, callers_device)
     frame, frames = LoneFrame(strategy, make_group), this_thread.frames
 
     def call() -> Tree:
@@ -70,7 +70,7 @@ def run_on_own_objects(
             if callers_device is None:
                 result = call_step_alone(fn, args, kwargs)
             else:
-                with in_use(device):
+                with using_device(device):
                     result = call_step_alone(fn, args, kwargs)
             if result is not None:
                 refuse_unfinished(result)
@@ -79,7 +79,8 @@ def run_on_own_objects(
             frame.ends()
         return result
 
-    # A step that was looked at often enough goes no further way than this.
+    # What a settled step is, `RunLosses.settled` says. `replicated.py` has this line, too: a function for it would be a
+    # call more in each run.
     is_settled = options.gradient_reduction is None and getattr(fn, "__code__", None) in losses.settled
     watching = None if is_settled else losses.begin_lone_run(fn, options, weights, storage, name)
     watched = call if watching is None else partial(watching.watched, call)
@@ -93,7 +94,7 @@ def run_on_own_objects(
     return None if result is None else weights.regroup({0: result}, workers, are_results=True)
 
 
-def _group_of(storage: OwnObjects, weights: Participants, callers_device: Device | None) -> ReplicaGroup:
+def _make_group(storage: OwnObjects, weights: Participants, callers_device: Device | None) -> ReplicaGroup:
     """The replica, as it synchronizes with those of other workers."""
     replica = InlineReplica(0, storage.devices[0], callers_device)
     replica.telling = storage.placement.workers.arrive

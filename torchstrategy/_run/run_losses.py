@@ -56,7 +56,9 @@ class RunLosses:
     Attributes:
         said: What was given, as it is written in `RunOptions`. None: nothing.
         reduction: How gradients become one, once each is weighted.
-        settled: The code of the steps at which nobody looks any more, by default.
+        settled: The code of the steps at which nobody looks any more, if a run has no `gradient_reduction` of its own:
+            they were looked at often enough, or somebody has said how replicas count. A run of such a step asks here
+            itself, and does not call `begin_run` or `begin_lone_run`.
     """
 
     def __init__(

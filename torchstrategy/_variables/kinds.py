@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchstrategy._base.context import Frame, current_frame, current_strategy, require_cross_replica, undisturbed
+from torchstrategy._base.context import Frame, current_frame, current_strategy, require_cross_replica, without_autograd
 from torchstrategy._base.devices import memory_device
-from torchstrategy._base.distributed_values import DistributedValues, PerReplica, listed, regroup, select
+from torchstrategy._base.distributed_values import DistributedValues, PerReplica, describe_components, regroup, select
 from torchstrategy._base.errors import require_type
 from torchstrategy._base.marks import version_of
 from torchstrategy._base.options import VariableAggregation, VariableSynchronization
@@ -38,7 +38,7 @@ class DistributedVariable(Variable):
     def values(self) -> tuple[Component, ...]:  # type: ignore[override]
         """The component of each replica."""
         if not self._held:
-            with undisturbed():
+            with without_autograd():
                 self._held = tuple(Component.of(self, memory) for memory in self._memories())
         return self._held
 
@@ -52,7 +52,11 @@ class DistributedVariable(Variable):
         return self
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return super().__repr__() if self._replica() is not None else listed(type(self).__name__, self._components)
+        return (
+            super().__repr__()
+            if self._replica() is not None
+            else describe_components(type(self).__name__, self._components)
+        )
 
 
 DistributedValues.register(DistributedVariable)
@@ -157,7 +161,7 @@ class SyncOnReadVariable(DistributedVariable):
                 f"{self.name} has a value in each replica and no aggregation, so that it cannot be read outside of "
                 "them. Make it with an aggregation; or take strategy.experimental_local_results(variable)."
             )
-        with undisturbed():
+        with without_autograd():
             point = f"the reading of {self.name}"
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 first = self._parts[0].clone()
@@ -198,7 +202,7 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _shares(self, value: Tree) -> list[Tree]:
         """The parts of a value, one for each replica, whose sum is the value."""
-        with undisturbed():
+        with without_autograd():
             whole, count = torch.empty_like(self._parts[0]), self._num_parts
             write(self, whole, torch.Tensor.copy_, value)
             if whole.is_floating_point() or whole.is_complex():
@@ -219,7 +223,7 @@ def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
     try:
         yield
     finally:
-        with undisturbed():
+        with without_autograd():
             for part, value in zip(parts, values, strict=True):
                 part.copy_(value)
 
@@ -250,7 +254,7 @@ class Component(Variable):
         if isinstance(container, MirroredVariable) and not self.is_open:
             first = container._components[0]._memory
             if self._memory is not first and self.known != version_of(first):
-                with undisturbed():
+                with without_autograd():
                     self._memory.copy_(first)
                 self.known = version_of(first)
         return self._memory

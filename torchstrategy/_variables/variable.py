@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchstrategy._base.context import current_frame, is_default, local_object, require_cross_replica, undisturbed
+from torchstrategy._base.context import current_frame, is_default, local_object, require_cross_replica, without_autograd
 from torchstrategy._base.devices import memory_device
-from torchstrategy._base.distributed_values import DistributedValues, Mirrored, PerReplica, shown
+from torchstrategy._base.distributed_values import DistributedValues, Mirrored, PerReplica, describe_value
 from torchstrategy._base.errors import require_type
 from torchstrategy._base.marks import version_of
 from torchstrategy._base.objects.proxies import ShowsLocalGrad
@@ -190,7 +190,7 @@ class Variable(ShowsLocalGrad, VariableBase):
 
     def __repr__(self) -> str:  # type: ignore[override]
         named = f"{self.name!r}, " if self._wanted.name else ""
-        return f"Variable({named}{shown(self.detach())})"
+        return f"Variable({named}{describe_value(self.detach())})"
 
     def __format__(self, format_spec: str) -> str:
         return format(self.detach(), format_spec)
@@ -305,7 +305,7 @@ class Variable(ShowsLocalGrad, VariableBase):
             return made
         if context is None:
             self._require_here("__deepcopy__")
-        with undisturbed():
+        with without_autograd():
             copied = self._alike()
         copied._wanted, copied._strategy = self._wanted, self._strategy
         vars(copied).update(attributes)
@@ -388,7 +388,7 @@ def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value
             f"{variable.name} was given a value for each replica, outside of them: which of them it is to have is not "
             "known. Reduce it first, strategy.reduce(...), or assign it in the step, each replica its own."
         )
-    with undisturbed():
+    with without_autograd():
         given = as_tensor(value.values[0] if type(value) is Mirrored else value)
         if given.shape != memory.shape:
             raise ValueError(f"{variable.name} has shape {tuple(memory.shape)}; {tuple(given.shape)} does not fit.")
@@ -487,7 +487,7 @@ def _copy_for_all(strategy: StrategyLike, brought: Tree, given: Tree) -> Variabl
 
 
 def _make(wanted: Wanted, strategy: StrategyLike | None) -> Variable:
-    with undisturbed():
+    with without_autograd():
         value = wanted.value()
         is_trained = wanted.is_trained(value.dtype)
         if strategy is None:
@@ -525,7 +525,7 @@ def _assign_together(strategy: StrategyLike, what: tuple[Tree, Tree], value: Tre
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         value = strategy.extended._first_of(value)
     elif variable.aggregation is not VariableAggregation.NONE:  # with NONE there is only one replica
-        with undisturbed():
+        with without_autograd():
             value = strategy.extended._reduce(ReduceOp.from_variable_aggregation(variable.aggregation), value)
     write(variable, variable, operation, value)
 

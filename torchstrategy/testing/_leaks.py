@@ -199,10 +199,10 @@ def _settings() -> dict[str, object]:
 def _of_the_thread() -> dict[str, object]:
     """What a replica's thread would take over from this one."""
     state = CallerState(streams={})  # to ask accelerators for their streams would start them
-    worn: dict[str, object] = {"grad": state.grad, "inference": state.inference, **state.worn._asdict()}
-    del worn["autocast"], worn["autocast_nesting"]
-    worn |= {f"autocast on {device_type}": rest for device_type, *rest in state.worn.autocast}
-    return {name.replace("_", " "): value for name, value in worn.items()}
+    torch_state: dict[str, object] = {"grad": state.grad, "inference": state.inference, **state.torch_state._asdict()}
+    del torch_state["autocast"], torch_state["autocast_nesting"]
+    torch_state |= {f"autocast on {device_type}": rest for device_type, *rest in state.torch_state.autocast}
+    return {name.replace("_", " "): value for name, value in torch_state.items()}
 
 
 def _of_the_process() -> dict[str, object]:

@@ -20,7 +20,7 @@ import torchstrategy
 from conditions import without_simulated_devices
 from problems import in_pieces
 from topologies import ALONE, compute_devices
-from torchstrategy._base.context import in_use
+from torchstrategy._base.context import using_device
 from torchstrategy._base.devices import memory_device
 
 Log = list[tuple[int, str]]
@@ -104,7 +104,7 @@ def worn_in(strategy: torchstrategy.Strategy) -> list[dict[str, Any]]:
     is_default = strategy is DEFAULT  # its replica is wherever its caller is
     expected = []
     for device in [None] if is_default else strategy.extended.worker_devices:
-        with in_use(device):
+        with using_device(device):
             expected.append(worn())
     return expected
 

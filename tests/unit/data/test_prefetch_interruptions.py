@@ -77,7 +77,7 @@ def test_a_thread_that_cannot_do_its_work_is_told_and_not_waited_for(monkeypatch
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(CallerState, "run_in", fail)
+    monkeypatch.setattr(CallerState, "run_on_other_thread", fail)
     iterator = iter(central(2).experimental_distribute_dataset(Loader(), AHEAD))
     for _ in range(2):
         with pytest.raises(RuntimeError) as caught:

@@ -33,7 +33,7 @@ from typing import NamedTuple, Protocol, final
 import torch
 
 from torchstrategy._base import torch_internals
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.marks import version_of
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._base.torch_internals import have_gradient_hooks, raw_grad, raw_grads, set_raw_grads, take_raw_grads
@@ -226,7 +226,7 @@ class GradientReducer:
             of_replica = self.of_replicas[replica]
             with (
                 torch_internals.unseen_by_function_modes(),
-                undisturbed(),
+                without_autograd(),
                 traced("accumulate gradients"),
                 of_replica.on_callers_streams(),
             ):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final
 import torch
 
 from torchstrategy._base import torch_internals
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.marks import version_of
 from torchstrategy._base.torch_internals import num_nodes, raw_grad, raw_grads, set_raw_grad, take_raw_grads
 from torchstrategy._group.device_streams import NO_SIDE_STREAM
@@ -437,7 +437,7 @@ class ReplicaGradients:
         try:
             yield
         finally:
-            with undisturbed(), torch_internals.unseen_by_function_modes():
+            with without_autograd(), torch_internals.unseen_by_function_modes():
                 made = take_raw_grads(self.parameters)
                 zeros = [None if one is None else torch.zeros_like(one.detach()) for one in made]
                 kept = [zero if one is None else one for one, zero in zip(before, zeros, strict=True)]

@@ -12,7 +12,7 @@ from typing import final
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import foreach_add_, foreach_copy_, unseen_by_function_modes
 
 
@@ -58,7 +58,7 @@ class UserGradients:
         """Writes what `take` has found; if the run may still fail, after it has copied what it overwrites."""
         if not (self._values or self._sums):
             return
-        with undisturbed(), unseen_by_function_modes():
+        with without_autograd(), unseen_by_function_modes():
             for change, gradients in ((foreach_copy_, self._values), (foreach_add_, self._sums)):
                 of_users = [self.tensors[index] for index in gradients]
                 tensors = [tensor for tensor in of_users if tensor is not None]
@@ -76,7 +76,7 @@ class UserGradients:
 
     def restore(self) -> None:
         """The run has failed: what was written since the last update is undone."""
-        with undisturbed(), unseen_by_function_modes():
+        with without_autograd(), unseen_by_function_modes():
             for tensor, before in self._before.values():
                 tensor.copy_(before)
 

@@ -10,7 +10,7 @@ one that failed, hangs or is gone? `process_group` is what the rooms above use.
     lifelines             connections between all workers, by which they hear why and that one of them is lost
     network_interfaces    the addresses of the network interfaces that the user has chosen
     blame                 which worker is lost, and why
-    meeting               how workers find each other, and who has not come
+    meeting               how workers find each other, what each tells the others there, and who has not come
     threads               how workers meet that are threads of one process, as tests run them
     joining               how a process joins groups of `torch.distributed`, and leaves them
     operations            operations of `torch.distributed` that are under way, and how they end

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import unseen_by_function_modes
 
 Node: TypeAlias = Any  # `torch.autograd.graph.Node` declares only what is public
@@ -65,13 +65,13 @@ def dtype_of(node: Node, index: int = 0) -> torch.dtype:
     return dtype
 
 
-class _Reading(threading.local):
+class _ThisThread(threading.local):
     """Whether hooks for saved tensors may be called to read, on this thread."""
 
     may_unpack = True
 
 
-_reading = _Reading()
+_this_thread = _ThisThread()
 
 
 @contextmanager
@@ -80,17 +80,19 @@ def without_unpacking() -> Iterator[None]:
 
     The hook of a checkpoint runs the forward again: statistics would be updated once more, and counters would count.
     """
-    before, _reading.may_unpack = _reading.may_unpack, False
+    before, _this_thread.may_unpack = _this_thread.may_unpack, False
     try:
         yield
     finally:
-        _reading.may_unpack = before
+        _this_thread.may_unpack = before
 
 
 def saved(node: Node, name: str) -> Any:
     """What the operation has kept of this name: a tensor, a number or None."""
-    if not _reading.may_unpack and getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None:
-        raise RuntimeError(f"{node.name()} has packed what it saved.")
+    if not _this_thread.may_unpack:
+        kept = getattr(node, f"_raw_saved_{name}", None)
+        if getattr(kept, "unpack_hook", None) is not None:
+            raise RuntimeError(f"{node.name()} has packed what it saved.")
     return getattr(node, f"_saved_{name}")
 
 
@@ -128,7 +130,7 @@ def total_weight(node: Node) -> torch.Tensor:
     if not is_half:
         return total
     target, weight = saved(node, "target"), saved(node, "weight")
-    with undisturbed(), unseen_by_function_modes():
+    with without_autograd(), unseen_by_function_modes():
         counted = target != saved(node, "ignore_index")
         weights = counted if weight is None else weight.float()[torch.where(counted, target, 0)] * counted
         again: torch.Tensor = weights.sum()

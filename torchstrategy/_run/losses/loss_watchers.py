@@ -19,7 +19,7 @@ from typing import Any, Protocol, final
 import torch
 from torch.autograd.graph import GradientEdge
 
-from torchstrategy._base.context import is_in_replica, undisturbed
+from torchstrategy._base.context import is_in_replica, without_autograd
 from torchstrategy._base.torch_internals import (
     hide_from_compiler,
     is_distributed_tensor,
@@ -30,7 +30,7 @@ from torchstrategy._group.group import Replica
 from torchstrategy._group.participants import Participants
 from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import Term, read_terms
-from torchstrategy._run.losses.loss_weights import UNREAD, LossWeights, Reading, weigh
+from torchstrategy._run.losses.loss_weights import UNREAD, LossReading, LossWeights, weigh
 from torchstrategy._run.losses.told_losses import ToldLosses
 from torchstrategy._run.losses.whole_batch import WholeBatchLook
 
@@ -82,7 +82,7 @@ class LossNotes(_Watcher):
 
     def __init__(self, weights: Participants, rows: Sequence[float] | None, first: int = 0) -> None:
         super().__init__(weights, rows, first)
-        self._notes: dict[int, list[Reading]] = {r: [] for r in weights.present}
+        self._notes: dict[int, list[LossReading]] = {r: [] for r in weights.present}
 
     def watching(self, replica: Replica, gradients: GradientsOfReplica) -> losses_run_by:
         """A block in which the losses of a replica are noted. It waits for nobody."""
@@ -91,7 +91,7 @@ class LossNotes(_Watcher):
     def _note(self, r: int, outputs: Sequence[Any], grads: Sequence[Any], run: _Run) -> Any:
         notes = self._notes[r]
         if is_in_replica() and len(notes) < MAX_BACKWARDS:
-            with without_unpacking(), undisturbed():
+            with without_unpacking(), without_autograd():
                 notes.append(reading_of(outputs, self.look, self._rows_of(r))[0])
         return run(outputs, grads)
 
@@ -156,7 +156,7 @@ class LossWeigher(_Watcher):
         present = self._weights.present
         own = dict(zip(present, readings, strict=True))
         parts = self._weights.parts_of_all
-        with undisturbed(), unseen_by_function_modes():
+        with without_autograd(), unseen_by_function_modes():
             of_all = own if self._told is None else self._told.of_all(own, BY_LOSS)
         found = weigh(of_all, parts, self._rows, can_split=False)
         self.found.append(found)
@@ -165,7 +165,7 @@ class LossWeigher(_Watcher):
 
 def reading_of(
     outputs: Sequence[Any], look: WholeBatchLook | None = None, rows: float | None = None
-) -> tuple[Reading, list[Term]]:
+) -> tuple[LossReading, list[Term]]:
     """What can be read where a backward begins: nothing unless it begins at one number.
 
     Args:
@@ -182,7 +182,7 @@ def reading_of(
         return UNREAD, []
     terms = read_terms(loss)
     try:
-        reading = Reading.of(terms, value)
+        reading = LossReading.of(terms, value)
     except RuntimeError:  # a target whose memory is freed: backward will say so
         return UNREAD, []
     if look is not None:
@@ -213,7 +213,7 @@ def weighted_roots(
     (loss,), (grad,) = outputs, grads
     if len(set(factors)) > 1:
         return _roots(loss, grad, terms, factors)
-    with undisturbed(), unseen_by_function_modes():
+    with without_autograd(), unseen_by_function_modes():
         return outputs, [grad * factors[0]]
 
 
@@ -226,7 +226,7 @@ def _roots(
         changed = hook(grad)
         grad = grad if changed is None else changed
     edges, gradients = [], []
-    with undisturbed(), unseen_by_function_modes():
+    with without_autograd(), unseen_by_function_modes():
         for term, factor in zip(terms, factors, strict=True):
             if factor and term.factor:
                 edges.append(GradientEdge(term.entry.node, term.entry.index))

@@ -24,7 +24,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import unseen_by_function_modes
 from torchstrategy._run.losses.graph_nodes import depends_only_on_parameters
 from torchstrategy._run.losses.loss_terms import DIVISOR, MEAN, NUMBER, SELECTION, SUM, TARGETS, UNREADABLE, Scale, Term
@@ -84,14 +84,14 @@ class Fact(NamedTuple):
         )
 
 
-class Reading(NamedTuple):
+class LossReading(NamedTuple):
     """What was read of the loss with which a backward of one replica begins."""
 
     facts: tuple[Fact, ...]
     value: torch.Tensor | None  # the loss, without its graph
 
     @classmethod
-    def of(cls, terms: Sequence[Term], value: torch.Tensor | None) -> Reading:
+    def of(cls, terms: Sequence[Term], value: torch.Tensor | None) -> LossReading:
         sources = list(map(_source_of, terms))
         likes = [1] * len(terms) if len(terms) == 1 else _numbers_of_likes(terms, sources)
         return cls(tuple(map(Fact.of, terms, sources, likes)), value)
@@ -116,7 +116,7 @@ def _numbers_of_likes(terms: Sequence[Term], sources: Sequence[str]) -> list[int
     return [len(targets[source]) for source in sources]
 
 
-UNREAD = Reading((Fact(UNREADABLE, "several tensors", None, 1.0, (), (), False, False, False),), None)
+UNREAD = LossReading((Fact(UNREADABLE, "several tensors", None, 1.0, (), (), False, False, False),), None)
 
 
 @final
@@ -149,7 +149,7 @@ class LossWeights(NamedTuple):
 
 
 def weigh(
-    readings: Mapping[int, Reading], parts: Sequence[float], rows: Sequence[float] | None, can_split: bool = True
+    readings: Mapping[int, LossReading], parts: Sequence[float], rows: Sequence[float] | None, can_split: bool = True
 ) -> LossWeights:
     """The weights of all terms of a loss.
 
@@ -161,7 +161,7 @@ def weigh(
     """
     replicas = tuple(r for r, reading in readings.items() if parts[r] and not reading.is_zero)
     own = [parts[r] for r in replicas]
-    with undisturbed(), unseen_by_function_modes():
+    with without_autograd(), unseen_by_function_modes():
         columns, is_alike = _columns(
             [readings[r] for r in replicas], own, None if rows is None else [rows[r] for r in replicas]
         )
@@ -174,7 +174,7 @@ def weigh(
 
 
 def _columns(
-    readings: Sequence[Reading], parts: Sequence[float], rows: Sequence[float] | None
+    readings: Sequence[LossReading], parts: Sequence[float], rows: Sequence[float] | None
 ) -> tuple[list[Column], bool]:
     shapes = [[(fact.source, fact.is_learned, len(fact.scales)) for fact in reading.facts] for reading in readings]
     if any(shape != shapes[0] for shape in shapes):
@@ -212,7 +212,7 @@ def _unlike(of_replicas: Sequence[Sequence[Fact]], parts: Sequence[float], rows:
 
 
 def _judged(
-    facts: Sequence[Fact], readings: Sequence[Reading], rows: Sequence[float] | None
+    facts: Sequence[Fact], readings: Sequence[LossReading], rows: Sequence[float] | None
 ) -> tuple[str, list[float]]:
     """Why a term has the weights that it has, and its counts."""
     source = facts[0].source
@@ -233,11 +233,11 @@ def _judged(
     return COUNTED, counts
 
 
-def _counts(facts: Sequence[Fact], readings: Sequence[Reading]) -> list[float]:
+def _counts(facts: Sequence[Fact], readings: Sequence[LossReading]) -> list[float]:
     return [count_of(fact, reading) for fact, reading in zip(facts, readings, strict=True)]
 
 
-def count_of(fact: Fact, reading: Reading) -> float:
+def count_of(fact: Fact, reading: LossReading) -> float:
     """What a term was divided by; NaN if it cannot be read."""
     count = number_of(fact.counted)
     # What `clamp(min=1)` makes of an empty mask.
@@ -253,7 +253,7 @@ def _is_loop(likes: Sequence[int], rows: Sequence[float] | None) -> bool:
     return min(rows) > 1 and all(number == n for number, n in zip(likes, rows, strict=True))
 
 
-def _is_one_row(facts: Sequence[Fact], readings: Sequence[Reading], rows: Sequence[float] | None) -> bool:
+def _is_one_row(facts: Sequence[Fact], readings: Sequence[LossReading], rows: Sequence[float] | None) -> bool:
     """Whether it may be such a loop over a single row, as `sum([loss])`."""
     if rows is None or min(rows) > 1 or len(readings[0].facts) > 1:
         return False

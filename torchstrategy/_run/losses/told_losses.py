@@ -19,7 +19,7 @@ from torchstrategy._base.marks import digest
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.graph_nodes import is_scalar
 from torchstrategy._run.losses.loss_terms import DIVISOR, NUMBER, SELECTION, TARGETS, Scale
-from torchstrategy._run.losses.loss_weights import Fact, Reading, counts_alone, number_of
+from torchstrategy._run.losses.loss_weights import Fact, LossReading, counts_alone, number_of
 
 _MOST_KNOWN = 256  # are kept: a step may make another loss each time
 _HEAD = struct.Struct("<HH8s")  # which replica, how many numbers, and the digest of what the loss is made of
@@ -43,7 +43,7 @@ class ToldLosses:
         self._workers, self._num_local = workers, num_local
         self._known: dict[bytes, list[Any]] = {}  # the same in all workers
 
-    def of_all(self, own: Mapping[int, Reading], name: str) -> dict[int, Reading]:
+    def of_all(self, own: Mapping[int, LossReading], name: str) -> dict[int, LossReading]:
         """What all replicas have read.
 
         Args:
@@ -72,7 +72,7 @@ class ToldLosses:
         return {r: _reading(self._known[mark], list(numbers)) for r, mark, numbers in rows}
 
 
-def when_to_compare(reading: Reading, is_even: bool, rows: float | None) -> str:
+def when_to_compare(reading: LossReading, is_even: bool, rows: float | None) -> str:
     """When workers have to compare their losses, if all have read the same as this one, but for counts.
 
     It does not depend on the counts. Those that travel with the gradients have to be numbers from 0 on.
@@ -93,7 +93,7 @@ def when_to_compare(reading: Reading, is_even: bool, rows: float | None) -> str:
     return BEFORE if first.has_awaited or not counts_alone(first, rows) else WITH
 
 
-def mark_of(reading: Reading) -> int:
+def mark_of(reading: LossReading) -> int:
     """32 bits of all that was read, but for what is compared in another way: the counts that are no Python numbers."""
     if all(fact.source not in _COUNTED for fact in reading.facts):
         return 0  # rows count, whatever it is
@@ -106,7 +106,7 @@ def mark_of(reading: Reading) -> int:
     return zlib.crc32(repr(told).encode())
 
 
-def count_on_device(reading: Reading) -> torch.Tensor:
+def count_on_device(reading: LossReading) -> torch.Tensor:
     """What the only term was divided by, in float64, where it is: nobody waits for it."""
     (fact,) = reading.facts
     count = fact.counted
@@ -117,7 +117,7 @@ def count_on_device(reading: Reading) -> torch.Tensor:
     return count.reshape(()).double()
 
 
-def are_alike(readings: Sequence[Reading]) -> bool:
+def are_alike(readings: Sequence[LossReading]) -> bool:
     """Whether replicas have read the same, but for the counts that travel with the gradients."""
     return len(set(map(mark_of, readings))) == 1
 
@@ -134,12 +134,12 @@ def _made_of_fact(fact: Fact) -> list[Any]:
     ]
 
 
-def _made_of(reading: Reading) -> list[Any]:
+def _made_of(reading: LossReading) -> list[Any]:
     """What is the same in each step as a rule, in lists as JSON has them."""
     return [_made_of_fact(fact) for fact in reading.facts]
 
 
-def _numbers(reading: Reading) -> list[float]:
+def _numbers(reading: LossReading) -> list[float]:
     """What is another one in each step. To read it from an accelerator, the host waits for it."""
     numbers = [number_of(reading.value)]
     for fact in reading.facts:
@@ -159,7 +159,7 @@ def _unpacked(data: bytes) -> list[tuple[int, bytes, tuple[float, ...]]]:
     return found
 
 
-def _reading(made_of: list[Any], numbers: list[float]) -> Reading:
+def _reading(made_of: list[Any], numbers: list[float]) -> LossReading:
     """What a replica has read, of what its worker has told."""
     value, *rest = numbers
     left = iter(rest)
@@ -182,7 +182,7 @@ def _reading(made_of: list[Any], numbers: list[float]) -> Reading:
             has_awaited=has_awaited,
         )
         facts.append(fact)
-    return Reading(tuple(facts), torch.tensor(value, dtype=torch.float64, device="cpu"))
+    return LossReading(tuple(facts), torch.tensor(value, dtype=torch.float64, device="cpu"))
 
 
 def _scale(number: float, divides: bool, is_number: bool) -> Scale:

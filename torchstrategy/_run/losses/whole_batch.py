@@ -24,7 +24,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import unseen_by_function_modes
 from torchstrategy._run.losses.graph_nodes import (
     MEANS,
@@ -124,7 +124,7 @@ class WholeBatchLook:
         # A loop over rows has a term for each, of one row.
         if self.found is not None or rows is None or rows < 2 or rows != int(rows) or num_terms >= rows:
             return
-        with suppress(Exception), undisturbed(), unseen_by_function_modes():  # what cannot be read is not told
+        with suppress(Exception), without_autograd(), unseen_by_function_modes():  # what cannot be read is not told
             found, factors = _search(loss.grad_fn, int(rows))
             with self._lock:
                 self.found = self.found or found or self._compare(factors)

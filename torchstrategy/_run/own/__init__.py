@@ -9,7 +9,7 @@ gradients, so that `.grad` is that of the whole batch, and the update is the sam
     wrapped_models        models in a `DistributedDataParallel`
     trained_tensors       the parameters and buffers that all workers have alike
     parameter_values      whether the workers still have the same values of these
-    gradient_plans        which gradients the workers send together, and in which order
+    gradient_plans        which gradients the workers send together, in which order, and which of them during backward
     gradient_parts        what happens to the gradient of one parameter on its way
     pack_memory           the memory in which small gradients travel together
     counted_gradients     gradients that count by a number which travels with them
@@ -17,8 +17,8 @@ gradients, so that `.grad` is that of the whole batch, and the update is the sam
     assigned_gradients    gradients that a step puts into `.grad` itself
     settings              the settings of optimizers, which have to be alike
     user_hooks            the user's hooks on parameters
-    sent_gradients        what the workers send, and how much the gradients of this one count
-    own_gradients         what happens when a backward begins and ends
+    sent_gradients        how gradients are sent, each by itself or in packs, and how much those of this worker count
+    own_gradients         when they are sent: what happens as a backward begins, goes on and ends
     lone_losses           what the loss of a lone replica was divided by
     own_random            the random numbers that the replica of a worker draws
     own_objects           the objects of the scope, and one run with them

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import hide_from_compiler, losses_run_by, unseen_by_function_modes
 from torchstrategy._group.participants import Participants
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import DIVISOR, NUMBER, Term
 from torchstrategy._run.losses.loss_watchers import BY_LOSS, MAX_BACKWARDS, common_factor, reading_of, weighted_roots
-from torchstrategy._run.losses.loss_weights import LossWeights, Reading, count_of, number_of, weigh
+from torchstrategy._run.losses.loss_weights import LossReading, LossWeights, count_of, number_of, weigh
 from torchstrategy._run.losses.told_losses import (
     BEFORE,
     NEVER,
@@ -125,7 +125,7 @@ class LoneLossWeigher:
         try:
             if usual is None or usual.when == BEFORE:
                 return self._run_weighed(outputs, grads, run, terms, self._ask(place, reading))
-            with undisturbed(), unseen_by_function_modes():
+            with without_autograd(), unseen_by_function_modes():
                 counted = self._counted(reading, usual)
             ask = partial(self._ask, place, reading)
             if counted is None:
@@ -136,7 +136,7 @@ class LoneLossWeigher:
         finally:
             gradients.forget_counts()
 
-    def _counted(self, reading: Reading, usual: _Usual) -> CountedGradients | None:
+    def _counted(self, reading: LossReading, usual: _Usual) -> CountedGradients | None:
         """How this worker counts, if it has read what is usual there; else None."""
         when, mark = self._kind_of(reading)
         if when != usual.when:
@@ -151,7 +151,7 @@ class LoneLossWeigher:
             return None
         return CountedGradients(mark, count, usual.total, is_zero=fact.source == DIVISOR)
 
-    def _kind_of(self, reading: Reading) -> tuple[str, int]:
+    def _kind_of(self, reading: LossReading) -> tuple[str, int]:
         """When the workers compare such a loss, and the mark of it."""
         fact = reading.facts[0]
         if len(reading.facts) > 1 or fact.scales or fact.source == NUMBER:  # numbers of this step are a part of it
@@ -164,10 +164,10 @@ class LoneLossWeigher:
             kinds[key] = known = when_to_compare(reading, self._is_even, self._rows), mark_of(reading)
         return known
 
-    def _ask(self, place: _Place, reading: Reading) -> list[float] | None:
+    def _ask(self, place: _Place, reading: LossReading) -> list[float] | None:
         """Compares the losses of all workers; returns what the gradient of each term is multiplied by. None: by 1."""
         weights, of_all = self._weights, self._of_all
-        with undisturbed(), unseen_by_function_modes():
+        with without_autograd(), unseen_by_function_modes():
             readings = of_all.told.of_all({0: reading}, BY_LOSS)
         found = weigh(readings, weights.parts_of_all, weights.rows_of_all, can_split=False)
         self.found.append(found)
@@ -176,7 +176,7 @@ class LoneLossWeigher:
         of_all.usual[place] = self._usual_of([readings[r] for r in found.replicas])
         return found.factors(self._index, weights.parts[0])
 
-    def _usual_of(self, readings: Sequence[Reading]) -> _Usual:
+    def _usual_of(self, readings: Sequence[LossReading]) -> _Usual:
         if not readings or not are_alike(readings):
             return _Usual(BEFORE)
         when = when_to_compare(readings[0], self._is_even, self._rows)
@@ -230,7 +230,7 @@ class LoneLossNotes:
         self._told, self._weights, self._say = told, weights, say
         self._rows = None if weights.rows_of_all is None else weights.rows_of_all[index]
         self._num_backwards = 0
-        self._reading: Reading | None = None
+        self._reading: LossReading | None = None
         self.found: list[LossWeights] = []
         self.look: WholeBatchLook | None = None  # looks whether a loss needs the whole batch
 
@@ -242,7 +242,7 @@ class LoneLossNotes:
         self._num_backwards += 1
         if self._num_backwards > MAX_BACKWARDS:
             return run(outputs, grads)
-        with without_unpacking(), undisturbed(), unseen_by_function_modes():
+        with without_unpacking(), without_autograd(), unseen_by_function_modes():
             self._reading = reading_of(outputs, self.look, self._rows)[0]
             self._say(_mark_of_counts(self._reading, self._weights.parts[0]))
         try:
@@ -259,7 +259,7 @@ class LoneLossNotes:
     def settle(self, name: str) -> None:
         """Called in all workers where the numbers that travel with the gradients differ, and all have a reading."""
         assert self._reading is not None
-        with undisturbed(), unseen_by_function_modes():
+        with without_autograd(), unseen_by_function_modes():
             readings = self._told.of_all({0: self._reading}, name)
         self.found.append(weigh(readings, self._weights.parts_of_all, self._weights.rows_of_all))
 
@@ -267,7 +267,7 @@ class LoneLossNotes:
         """All was compared while backwards ran."""
 
 
-def _mark_of_counts(reading: Reading, part: float) -> int:
+def _mark_of_counts(reading: LossReading, part: float) -> int:
     """32 bits that are the same in all workers whose counts are to one another as their rows."""
     counted = [number_of(fact.counted) for fact in reading.facts if fact.counted is not None]
     if not counted or not part or not all(abs(count) < torch.inf for count in counted):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import (
     are_there_and_dense,
     have_gradient_hooks,
@@ -72,18 +72,18 @@ _AS_SENT = Settled(1.0, None)
 class Mentions(Protocol):
     """What the workers compare at each exchange, beside gradients."""
 
-    def compare(self) -> None:
-        """Notes what has to be alike in all workers."""
+    def note_compared(self) -> None:
+        """Notes, for the next exchange, what has to be alike in all workers."""
 
-    def number(self) -> int:
+    def mark(self) -> int:
         """32 bits of what need not be alike, but makes a message necessary if it is not."""
 
-    def settle(self, name: str) -> None:
-        """Called in all workers when their numbers differ."""
+    def settle_difference(self, name: str) -> None:
+        """Called in all workers when their marks differ: they tell one another what differs."""
 
 
-class _Predicted(NamedTuple):
-    """What a worker has sent as a predicted plan says."""
+class _SentAsPredicted(NamedTuple):
+    """What a worker has sent by a predicted plan, and what it would have sent if all had asked one another."""
 
     kinds: bytes  # what it has as the gradient of each parameter
     buffers: BufferLayout | None  # the buffers that it has, if it has written any
@@ -156,7 +156,7 @@ class OwnGradients(SentGradients):
         finally:
             for handle in self._handles:
                 handle.remove()
-        with undisturbed():
+        with without_autograd():
             self._end(makes_graph)
         if makes_graph:
             refuse_graphs(self.tensors.parameters)
@@ -167,53 +167,54 @@ class OwnGradients(SentGradients):
         self._num_backwards += 1
         self._name = f"the gradients of backward {self._num_backwards} of {self._step}"
         parameters = self.tensors.parameters
-        self._old = with_gradients(parameters)
-        if self._old:
+        self._earlier = with_gradients(parameters)
+        if self._earlier:
             self.settle_assigned(self._name)
-            self._old = with_gradients(parameters)
-        for parameter, _ in self._old:
+            self._earlier = with_gradients(parameters)
+        for parameter, _ in self._earlier:
             parameter.grad = None
         self._hooks: list[UserHooks] = []
         if have_gradient_hooks(parameters):
             # Backward comes to the parameters of the last layer first, and so do their hooks.
             self._hooks = [UserHooks(p) for p in reversed(parameters) if have_gradient_hooks((p,))]
-        self._expected = None if self._is_unforeseen else self._plans.predicted
+        # The plan by which this backward sends, which is only predicted. None: nothing is, and all workers ask.
+        self._plan = None if self._is_unforeseen else self._plans.predicted
         # Of large gradients, by the positions of their parameters: the sums, those that wait for their turn to be sent,
-        # and how often backward has added to them.
+        # and in how many parts backward has added them.
         self._sums = {}
         self._waiting = {}
-        self._times: dict[int, int] = {}
+        self._num_parts: dict[int, int] = {}
         self._under_way = []
         self._handles: list[Any] = []
         # A gradient with a graph is not sent before backward has ended, since it must not be written.
-        if not makes_graph and (self._expected is None or self._expected.early):
+        if not makes_graph and (self._plan is None or self._plan.early):
             self._handles = self._watch_large()
         self._verdict: Verdict | None = None
-        self._predicted: _Predicted | None = None
-        if not parameters and self._expected is not None:
+        self._sent_at_begin: _SentAsPredicted | None = None  # what could be sent before backward runs
+        if not parameters and self._plan is not None:
             # Others send all gradients, as `fully_shard` does. The mark is all that is left, and it travels meanwhile.
             # Buffers that this backward writes go with the next one, or at the end of the run.
-            with undisturbed():
-                self._predicted = self._send_predicted(self._expected, [])
+            with without_autograd():
+                self._sent_at_begin = self._send_predicted(self._plan, [])
 
     def _watch_large(self) -> list[Any]:
         """Hooks by which large gradients are sent early; before the first exchange, they count parts of gradients."""
         parameters = self.tensors.parameters
-        if self._expected is None:
+        if self._plan is None:
             watched = [i for i, p in enumerate(parameters) if p.requires_grad and p.nbytes >= LARGE]
         else:
-            watched = [i for i in self._expected.early if parameters[i].requires_grad]
-        return [on_gradient(parameters[i], self._hook_of(i)) for i in watched]
+            watched = [i for i in self._plan.early if parameters[i].requires_grad]
+        return [on_gradient(parameters[i], self._make_hook(i)) for i in watched]
 
-    def _hook_of(self, i: int) -> Callable[[torch.Tensor], None]:
+    def _make_hook(self, i: int) -> Callable[[torch.Tensor], None]:
         def is_there(parameter: torch.Tensor) -> None:
-            self._times[i] = self._times.get(i, 0) + 1
-            if self._expected is None or i in self._sums or i in self._waiting or parameter.grad is None:
+            self._num_parts[i] = self._num_parts.get(i, 0) + 1
+            if self._plan is None or i in self._sums or i in self._waiting or parameter.grad is None:
                 return
             # It is taken out of `.grad`, so that backward does not add to what is being sent.
             self._waiting[i], parameter.grad = as_dense(parameter.grad.detach()), None
             with self._sending:
-                self._send_waiting(self._expected)
+                self._send_waiting(self._plan)
 
         hide_from_compiler(is_there)
         return is_there
@@ -224,39 +225,43 @@ class OwnGradients(SentGradients):
         own = raw_grads(self.tensors.parameters)
         if makes_graph:
             own = [None if gradient is None else gradient.detach().clone() for gradient in own]
-        sums = self._sums_of_all(own)
+        sums = self._sum_over_workers(own)
         # The sums of small gradients stand where the gradients of this worker stood, which autograd has laid out.
         if makes_graph or sums is not own:
             sums = all_laid_out(sums, self.tensors.parameters)
             set_raw_grads(self.tensors.parameters, sums)
-        self._hand_out(sums)
+        self._add_earlier_and_call_hooks(sums)
 
-    def _sums_of_all(self, own: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The sums of the gradients of all workers. See Note [How workers agree without a message]."""
-        plan = self._expected
+    def _sum_over_workers(self, own: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Adds up the gradients of all workers. See Note [How workers agree without a message].
+
+        The predicted plan is the plan that all would have agreed on, or else gradients are sent once more by the right
+        one. `right` is the plan that holds in the end.
+        """
+        plan = self._plan
         if plan is None:
             self._compare()
             if self._counted is not None:
                 self._weigh_as_asked()
-            right = self._agree(self._kinds(own), self.tensors.layout_of_written(), self._name)
-            memories = self._exchanged(right, own)
+            right = self._agree(self._kinds_of(own), self.tensors.layout_of_written(), self._name)
+            memories = self._send_and_await(right, own)
         else:
-            kinds, buffers, mark, memories = self._predicted or self._send_predicted(plan, own)
+            kinds, buffers, mark, memories = self._sent_at_begin or self._send_predicted(plan, own)
             self._await_sums()
             self._verdict = self._marks.read(memories[0].sums_of_numbers(), mark)
             settled = _AS_SENT if self._counted is None else self._settle_counts(self._counted)
             if settled is None:
-                right, memories = self._sent_again(own)
+                right, memories = self._send_again(own)
             else:
-                right = self._right_plan(kinds, buffers, self._name)
+                right = self._plan_of_all(kinds, buffers, self._name)
                 if (right.kinds, right.buffers) != (plan.kinds, plan.buffers):
                     rest = [i for i in plan.early if right.kinds[i] == SEVERAL]
-                    memories = self._exchanged(right, own, rest)
+                    memories = self._send_and_await(right, own, rest)
                 if settled is not _AS_SENT:
                     self._weigh_sums(settled, memories)
         sparse = {i: self._sparse_sum(i, own[i]) for i in right.sparse} if right.sparse else {}
         if self._verdict is not None and not self._verdict.all_mention_same:
-            self._mentions.settle(self._name)
+            self._mentions.settle_difference(self._name)
         if right.buffers is not None:
             self._write_buffers(memories)
         self._plans.note(right)
@@ -268,25 +273,25 @@ class OwnGradients(SentGradients):
         self.multiply_next(self._ask())
         self._compare()
 
-    def _sent_again(self, own: list[torch.Tensor | None]) -> tuple[GradientPlan, list[PackMemory]]:
+    def _send_again(self, own: list[torch.Tensor | None]) -> tuple[GradientPlan, list[PackMemory]]:
         """Sends all gradients by the weights that all workers tell."""
         self._weigh_as_asked()
-        for i, gradient in self._locals.items():
+        for i, gradient in self._unweighed.items():
             late = own[i]
             own[i] = gradient if late is None else gradient + late
-        self._sums, self._locals = {}, {}
-        right = self._agree(self._kinds(own), self.tensors.layout_of_written(), self._name)
-        return right, self._exchanged(right, own)
+        self._sums, self._unweighed = {}, {}
+        right = self._agree(self._kinds_of(own), self.tensors.layout_of_written(), self._name)
+        return right, self._send_and_await(right, own)
 
     def _compare(self) -> None:
         """Notes what this exchange compares."""
         self._verdict = None
         self._num_compared = self._workers.num_compared
-        self._mentions.compare()
+        self._mentions.note_compared()
 
-    def _send_predicted(self, plan: GradientPlan, own: list[torch.Tensor | None]) -> _Predicted:
+    def _send_predicted(self, plan: GradientPlan, own: list[torch.Tensor | None]) -> _SentAsPredicted:
         """Sends what the predicted plan says, and a mark that tells what this worker has."""
-        kinds, buffers = self._kinds(own), self.tensors.layout_of_written()
+        kinds, buffers = self._kinds_of(own), self.tensors.layout_of_written()
         self._compare()
         if not self._counts:  # what the other workers have is what counts
             kinds, buffers = plan.kinds, None if plan.buffers is None else self.tensors.layout()
@@ -294,12 +299,12 @@ class OwnGradients(SentGradients):
 
     def _send_with_mark(
         self, plan: GradientPlan, own: list[torch.Tensor | None], kinds: bytes, buffers: BufferLayout | None
-    ) -> _Predicted:
+    ) -> _SentAsPredicted:
         mark = self._mark(kinds, buffers, self._name)
         memories = self._send(plan, own, mark)
         if self._counted is not None:
             self._send_total(self._counted)
-        return _Predicted(kinds, buffers, mark, memories)
+        return _SentAsPredicted(kinds, buffers, mark, memories)
 
     def _put_together(
         self,
@@ -327,9 +332,9 @@ class OwnGradients(SentGradients):
         if values:
             self.tensors.write_buffers(values)
 
-    def _right_plan(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
+    def _plan_of_all(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
         """The plan for what all workers have, after the one that was predicted."""
-        verdict, plan = self._verdict, self._expected
+        verdict, plan = self._verdict, self._plan
         assert verdict is not None
         assert plan is not None
         self._note_leaving(verdict.some_leave)
@@ -339,24 +344,24 @@ class OwnGradients(SentGradients):
         is_as_predicted = kinds == plan.kinds and buffers == plan.buffers
         return plan if is_as_predicted else self._plans.of(kinds, buffers)
 
-    def _kinds(self, own: list[Any]) -> bytes:
+    def _kinds_of(self, own: list[Any]) -> bytes:
         """What this worker has as the gradient of each parameter."""
         # Mostly, all parameters have a dense gradient.
         self._are_dense = are_there_and_dense(own)
         if self._are_dense:
             kinds = bytearray([DENSE]) * len(own)
-            if not self._times and self._expected is not None and kinds == self._expected.kinds:
-                return self._expected.kinds  # as mostly, for a small model
+            if not self._num_parts and self._plan is not None and kinds == self._plan.kinds:
+                return self._plan.kinds  # as mostly, for a small model
         else:
             kinds = bytearray(NONE if g is None else SPARSE if g.is_sparse else DENSE for g in own)
         for i in (*self._sums, *self._waiting):
             kinds[i] = SEVERAL if kinds[i] else DENSE
-        for i, times in self._times.items():
+        for i, times in self._num_parts.items():
             if times > 1 and kinds[i] == DENSE:
                 kinds[i] = SEVERAL
-        if self._expected is not None and kinds != self._expected.kinds:
+        if self._plan is not None and kinds != self._plan.kinds:
             # Where others have a dense gradient, a sparse one is made dense. What once came in parts is not sent early.
-            for i, kind in enumerate(self._expected.kinds):
+            for i, kind in enumerate(self._plan.kinds):
                 if kinds[i] and kind >= DENSE:
                     kinds[i] = max(kinds[i], kind)
         return bytes(kinds)
@@ -365,9 +370,9 @@ class OwnGradients(SentGradients):
         told = kinds if buffers is None else kinds + repr(buffers).encode()
         place, counted = zlib.crc32(told, self._workers.place(name)), self._counted
         if counted is None:
-            return self._marks.numbers(place, self._mentions.number(), self._workers.is_asked_to_leave)
+            return self._marks.numbers(place, self._mentions.mark(), self._workers.is_asked_to_leave)
         place ^= counted.mark
-        return self._marks.numbers(place, self._mentions.number(), self._workers.is_asked_to_leave, counted.numbers)
+        return self._marks.numbers(place, self._mentions.mark(), self._workers.is_asked_to_leave, counted.numbers)
 
     def _agree(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
         """Asks all workers what they have.
@@ -378,7 +383,7 @@ class OwnGradients(SentGradients):
         self._workers.compare("the buffers of the modules:", self.tensors.shown_buffers())
         place = self._workers.place(name)
         compared_before = self._workers.take_compared()[: self._num_compared]
-        leaves, number = self._workers.is_asked_to_leave, self._mentions.number()
+        leaves, number = self._workers.is_asked_to_leave, self._mentions.mark()
         of_all = self._workers.all_gather_object(
             (self._counts, list(kinds), buffers is not None, leaves, number, place), name
         )
@@ -389,7 +394,7 @@ class OwnGradients(SentGradients):
             gc.collect()
             for what, value in compared_before:
                 self._workers.compare(what, value)
-            self._mentions.compare()
+            self._mentions.note_compared()
             self._workers.compare("the buffers of the modules:", self.tensors.shown_buffers())
             self._workers.all_gather_object(None, name)
         self._verdict = Verdict(True, len(set(mentioned)) == 1, any(leave))
@@ -405,7 +410,7 @@ class OwnGradients(SentGradients):
 
     # What becomes of the sums
 
-    def _hand_out(self, totals: list[torch.Tensor | None]) -> None:
+    def _add_earlier_and_call_hooks(self, totals: list[torch.Tensor | None]) -> None:
         """Adds earlier gradients to the sums, which are in `.grad`, and calls hooks."""
         for hooks in self._hooks:  # from here on, a hook may remove itself and others
             hooks.give_back()
@@ -415,13 +420,13 @@ class OwnGradients(SentGradients):
         except BaseException:
             self._restore_gradients()
             raise
-        for parameter, old in self._old:
+        for parameter, old in self._earlier:
             parameter.grad = add(old, parameter.grad)
-        if self._old or self._hooks:
+        if self._earlier or self._hooks:
             self._assigned.note_all()
         else:
             self._assigned.note(totals)
-        self._old, self._sums = [], {}
+        self._earlier, self._sums = [], {}
         for hooks in self._hooks:
             hooks.call_on_accumulated()
 
@@ -430,13 +435,13 @@ class OwnGradients(SentGradients):
         buffers = self.tensors.layout_of_written()
         if buffers is None:
             return
-        with undisturbed():
+        with without_autograd():
             own: list[torch.Tensor | None] = [None] * len(self.tensors.parameters)
             self._sums, self._waiting, self._under_way, self._are_dense = {}, {}, [], False
             self._name = "the buffers that the step has written"
             self._num_compared = self._workers.num_compared
             plan = self._agree(bytes(len(own)), buffers, self._name)
-            self._write_buffers(self._exchanged(plan, own))
+            self._write_buffers(self._send_and_await(plan, own))
 
     def begin_unforeseen(self, device: torch.device | None) -> None:
         """The next backward is not what the others foresee: sends zeros, so that all ask and send once more.
@@ -453,16 +458,16 @@ class OwnGradients(SentGradients):
             self.settle_assigned(self._name)
         self._num_backwards -= 1
         self._compare()
-        plan = self._expected = self._plans.predicted
+        plan = self._plan = self._plans.predicted
         if plan is None:  # they ask at once
             return
         self._counted = CountedGradients.unforeseen(device)
-        self._sums, self._waiting, self._times, self._under_way, self._are_dense = {}, {}, {}, [], False
+        self._sums, self._waiting, self._num_parts, self._under_way, self._are_dense = {}, {}, {}, [], False
         own: list[torch.Tensor | None] = [None] * len(self.tensors.parameters)
-        with undisturbed():
+        with without_autograd():
             self._send_with_mark(plan, own, plan.kinds, plan.buffers)
             self._await_sums()
-        self._counted, self._locals = None, {}
+        self._counted, self._unweighed = None, {}
 
     def settle_assigned(self, point: str, indices: Sequence[int] | None = None) -> None:
         """Makes gradients that the step has assigned those of the whole batch.
@@ -474,7 +479,7 @@ class OwnGradients(SentGradients):
         # A backward, also one that begins, compares the workers.
         found = self._assigned.find(indices) if self._num_backwards else self._assigned.find_written(indices)
         if found:
-            with undisturbed():
+            with without_autograd():
                 self._assigned.add_up(found, self.weight, self._total_weight, point)
 
     def has_others(self, indices: Sequence[int]) -> bool:
@@ -490,6 +495,6 @@ class OwnGradients(SentGradients):
     def _restore_gradients(self) -> None:
         for parameter in self.tensors.parameters:
             parameter.grad = None
-        for parameter, gradient in self._old:
+        for parameter, gradient in self._earlier:
             parameter.grad = gradient
         self._assigned.note_all()

@@ -102,7 +102,7 @@ class OwnObjects(Storage):
         if id(module) in self._modules or is_in_replica():
             return
         self.claim(module)
-        self._modules[id(module)] = weakref.ref(module, _forgetting(self._modules, id(module)))
+        self._modules[id(module)] = weakref.ref(module, _make_forget(self._modules, id(module)))
         self._has_news = True
 
     def take_variable(self, variable: Variable) -> None:
@@ -111,11 +111,11 @@ class OwnObjects(Storage):
         if isinstance(variable, SyncOnReadVariable):  # each worker has a value of its own
             self._on_read[id(variable)] = variable
         else:
-            self._variables[id(variable)] = weakref.ref(variable, _forgetting(self._variables, id(variable)))
+            self._variables[id(variable)] = weakref.ref(variable, _make_forget(self._variables, id(variable)))
 
     def take_stepper(self, stepper: Optimizer | Stepper) -> None:
         known: dict[int, Any] = self._optimizers if isinstance(stepper, Optimizer) else self._steppers
-        known[id(stepper)] = weakref.ref(stepper, _forgetting(known, id(stepper)))
+        known[id(stepper)] = weakref.ref(stepper, _make_forget(known, id(stepper)))
 
     # A run
 
@@ -145,7 +145,7 @@ class OwnObjects(Storage):
                 self._workers.arrive("the step")
                 # See Note [Why a worker without rows runs the step] in `_group/participants`.
                 if weights.is_understudy:
-                    call = self._keeping_values_on_read(call)
+                    call = self._restore_values_after(call)
                 result = run_by(self._run_backward, self._run_forward, call)
             finally:
                 self.random.end_run()
@@ -162,17 +162,17 @@ class OwnObjects(Storage):
             self._updating.clear()
             self.gradients.end_run()
 
-    def _keeping_values_on_read(self, call: Callable[[], Tree]) -> Callable[[], Tree]:
+    def _restore_values_after(self, call: Callable[[], Tree]) -> Callable[[], Tree]:
         """A call after which variables that are put together when they are read have the values from before it."""
 
-        def keeping() -> Tree:
+        def call_and_restore() -> Tree:
             with unwritten(list(self._on_read.values())):
                 return call()
 
-        return keeping
+        return call_and_restore
 
     def _begin(self, weights: Participants, step: str) -> None:
-        if self._has_news or not self.gradients.tensors.is_same():
+        if self._has_news or not self.gradients.tensors.is_current():
             parts = self._parts()
             if len(roots_of(parts)) + len(self._variables) + len(self._on_read) > 1:
                 # What the user has dropped must not be compared, so Python's collector of cycles runs first. It takes a
@@ -183,7 +183,7 @@ class OwnObjects(Storage):
             refuse_flat(parts)
             roots = roots_of(parts)
             _refuse_untrained(roots)
-            known = [*_alive(self._variables.values()), *self._on_read.values()]
+            known = [*_living(self._variables.values()), *self._on_read.values()]
             take_from_first_worker(self._workers, roots, known, self.random.generators())
             self._has_news = False
             self._take_tensors()
@@ -216,7 +216,7 @@ class OwnObjects(Storage):
 
     def _take_tensors(self) -> None:
         modules = self._parts()
-        variables = [variable for variable in _alive(self._variables.values()) if variable.requires_grad]
+        variables = [variable for variable in _living(self._variables.values()) if variable.requires_grad]
         tensors = TrainedTensors(modules, variables, self.placement.averages_buffers)
         self.gradients.train(tensors)
         self._values.take(tensors)
@@ -234,7 +234,7 @@ class OwnObjects(Storage):
 
     def _parts(self) -> list[nn.Module]:
         """The modules of the scope, with those that were put into them elsewhere."""
-        return modules_within(_alive(self._modules.values()))
+        return modules_within(_living(self._modules.values()))
 
     def weigher_of_losses(self, weights: Participants, step: str) -> LoneLossWeigher:
         """Weighs the backwards of the next run by what its losses were divided by."""
@@ -249,7 +249,7 @@ class OwnObjects(Storage):
         self._mark_of_losses = mark
 
     def _prepare_backward(self) -> None:
-        if not self.gradients.tensors.is_same():
+        if not self.gradients.tensors.is_current():
             self._take_changed()
 
     def _take_changed(self) -> None:
@@ -262,7 +262,7 @@ class OwnObjects(Storage):
         self._values.refuse_other_parameters()
 
     def _run_backward(self, backward: Callable[[], Any], makes_graph: bool) -> Any:
-        if not self.gradients.tensors.is_same():
+        if not self.gradients.tensors.is_current():
             self._take_changed()
         sharded = self.gradients.tensors.sharded
         if sharded.is_empty:
@@ -276,28 +276,31 @@ class OwnObjects(Storage):
 
     # What has to be alike, and what is looked at if it is not
 
-    def compare(self) -> None:
-        """Notes what the next exchange compares."""
+    def note_compared(self) -> None:
+        """See `Mentions`: settings, the states of steppers, which parameters are trained, and modes."""
         compared: list[tuple[str, object]] = []
-        for number, optimizer in enumerate(_alive(self._optimizers.values())):
+        for number, optimizer in enumerate(_living(self._optimizers.values())):
             which = f" (optimizer {number + 1} of the scope)" if number else ""
             compared.append((f"the settings of {type(optimizer).__name__}{which}:", self._settings.of(optimizer)))
-        for stepper in _alive(self._steppers.values()):
-            compared.append((f"the state of {type(stepper).__name__}:", _numbers(stepper)))
+        for stepper in _living(self._steppers.values()):
+            compared.append((f"the state of {type(stepper).__name__}:", _counts_of(stepper)))
         tensors = self.gradients.tensors
         compared.append(("which parameters are trained:", tensors.flags()))
         compared.append(("the modes of the modules:", tensors.modes()))
         self._workers.compare_all(compared)
 
-    def number(self) -> int:
-        """See `Mentions`: the random generators, what was read, and marks of the values of parameters."""
+    def mark(self) -> int:
+        """See `Mentions`: the random generators, what was read, the values of parameters, and counts of losses."""
         # Of plain tuples: what Python prints of a named one comes by several calls.
         self._mark_of_reads = zlib.crc32(repr([*map(tuple, self._reads)]).encode()) if self._reads else 0
-        number = zlib.crc32(b"%d %d %d" % (self.random.mark, self._values.mark(), self._mark_of_reads))
-        return number ^ self._mark_of_losses
+        mark = zlib.crc32(b"%d %d %d" % (self.random.mark, self._values.mark(), self._mark_of_reads))
+        return mark ^ self._mark_of_losses
 
-    def settle(self, name: str) -> None:
-        """See `Mentions`."""
+    def settle_difference(self, name: str) -> None:
+        """See `Mentions`: refuses other rows and other values, and takes the random states of worker 0.
+
+        Losses that were noted are compared here, too.
+        """
         notes = self._loss_notes
         told = (self._mark_of_reads, notes is not None and notes.has_reading)
         marks, have_notes = zip(*self._workers.all_gather_object(told, name), strict=True)
@@ -358,12 +361,14 @@ class OwnObjects(Storage):
     def _changed_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a step, with a closure whose loss is that of the whole batch; None: as they are."""
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
-            return (args[0], self._of_all_workers(args[1]), *args[2:]), kwargs
+            return (args[0], self._closure_of_all_workers(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._of_all_workers(kwargs["closure"])}
+            return args, {**kwargs, "closure": self._closure_of_all_workers(kwargs["closure"])}
         return None
 
-    def _of_all_workers(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _closure_of_all_workers(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that returns the loss of the whole batch, where one returns that of this worker's rows."""
+
         def whole() -> Any:
             loss = closure()
             if loss is None:
@@ -388,11 +393,11 @@ def _may_draw(optimizer: Optimizer) -> bool:
     return not is_torchs(optimizer) or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def _numbers(stepper: Stepper) -> dict[str, Any]:
+def _counts_of(stepper: Stepper) -> dict[str, Any]:
     return {key: value for key, value in vars(stepper).items() if type(value) in (int, float, bool)}
 
 
-def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
+def _make_forget(table: dict[int, Any], key: int) -> Callable[[Any], None]:
     def forget(reference: Any) -> None:
         if table.get(key) is reference:
             del table[key]
@@ -400,7 +405,9 @@ def _forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
     return forget
 
 
-def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+# `_copies/replicated_storage` has the same function: each step of several replicas would pass from room to room for it.
+def _living(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    """The objects that some references refer to, as far as they still live."""
     return [thing for reference in list(references) if (thing := reference()) is not None]
 
 

@@ -1,4 +1,7 @@
-"""What the workers send when a backward ends, or while it goes on, and how much the gradients of this one count."""
+"""How gradients are sent, each by itself or in packs, and how much those of this worker count.
+
+`own_gradients` decides when they are sent, and a plan of `gradient_plans` which of them and in which order.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._group.reductions import sum_of_sparse
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.counted_gradients import CountedGradients, Settled
@@ -18,6 +21,7 @@ from torchstrategy._run.own.pack_memory import PackMemories, PackMemory
 from torchstrategy._run.own.trained_tensors import BufferLayout, TrainedTensors
 
 Arrived = Callable[[], None]  # waits until a sum is there
+_ask_nobody: Callable[[], float] = float  # is not called, since nothing was counted
 
 
 # Note [Gradients that are weighed by a count]
@@ -27,7 +31,7 @@ Arrived = Callable[[], None]  # waits until a sum is there
 # multiplied by what follows of the sum of the counts. Else the workers ask, and send everything once more, also large
 # gradients: those of this worker are kept for that.
 class SentGradients:
-    """The gradients of a worker's only replica, as they are sent.
+    """The part of `OwnGradients` that sends: large gradients each by itself, and packs of all others.
 
     Args:
         workers: The processes that train together.
@@ -49,7 +53,7 @@ class SentGradients:
     # what this worker had before it weighed them by a count.
     _sums: dict[int, torch.Tensor]
     _waiting: dict[int, torch.Tensor]
-    _locals: dict[int, torch.Tensor]
+    _unweighed: dict[int, torch.Tensor]
     _under_way: list[Arrived]
     _verdict: Verdict | None
 
@@ -59,9 +63,9 @@ class SentGradients:
         self.tensors = TrainedTensors([], [], averages_buffers=True)
         self._memories = PackMemories(self._marks.length)
         self._counted: CountedGradients | None = None
-        self._ask: Callable[[], float] = float
+        self._ask: Callable[[], float] = _ask_nobody
         self._is_unforeseen = False
-        self._locals = {}
+        self._unweighed = {}
         self._staged: dict[int, torch.Tensor] = {}  # by the position of a parameter, memory for a weighed gradient
 
     # How much they count
@@ -89,8 +93,8 @@ class SentGradients:
 
     def forget_counts(self) -> None:
         """A backward is over that was weighed by a count, or by what all workers have said."""
-        self._counted, self._ask, self._is_unforeseen = None, float, False
-        self._locals = {}
+        self._counted, self._ask, self._is_unforeseen = None, _ask_nobody, False
+        self._unweighed = {}
         self.sent_weight = self.weight
 
     def _settle_counts(self, counted: CountedGradients) -> Settled | None:
@@ -104,11 +108,11 @@ class SentGradients:
         if weight is not None:
             self.sent_weight, self.loss_factor = weight, weight / self.weight
         if not isinstance(factor, torch.Tensor) and factor == 1.0:
-            self._staged.update(self._locals)  # the sums stay where they are, and that is free for the next step
+            self._staged.update(self._unweighed)  # the sums stay where they are, and that is free for the next step
             return
         for memory in memories:
             memory.multiply_gradients(factor)
-        for i, own in self._locals.items():
+        for i, own in self._unweighed.items():
             on_device = factor.to(own.device) if isinstance(factor, torch.Tensor) else factor
             self._sums[i] = torch.mul(self._sums[i], on_device, out=own)
 
@@ -120,13 +124,13 @@ class SentGradients:
             self._send_large(i, self._waiting.pop(i))
 
     def _send_large(self, i: int, gradient: torch.Tensor) -> None:
-        with undisturbed():
+        with without_autograd():
             gradient = gradient.contiguous()
             if self._counted is None:
                 weigh(gradient, self.sent_weight)
             else:
-                self._locals[i], gradient = gradient, self._staged_memory(i, gradient)
-                weigh_into(gradient, self._locals[i], self.sent_weight)
+                self._unweighed[i], gradient = gradient, self._staged_memory(i, gradient)
+                weigh_into(gradient, self._unweighed[i], self.sent_weight)
             self._sums[i] = gradient
             self._under_way.append(self._workers.begin_all_reduce(gradient.view(-1), self._name))
 
@@ -137,7 +141,7 @@ class SentGradients:
             self._staged[i] = known = torch.empty_like(like)
         return known
 
-    def _exchanged(
+    def _send_and_await(
         self, plan: GradientPlan, own: list[torch.Tensor | None], rest: Sequence[int] = ()
     ) -> list[PackMemory]:
         """Sends what was not sent yet, and waits for the sums. Those of large gradients are in `_sums` then.

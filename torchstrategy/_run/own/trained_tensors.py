@@ -73,7 +73,7 @@ class TrainedTensors:
         self._text_of_flags = self._text_of_modes = ""
         self._take_buffers()
 
-    def is_same(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the modules still have the same parameters, of the same shapes, and hold the same modules."""
         if self._tables_of_sharded and self._list_names_of_sharded() != self._names_of_sharded:
             return False

@@ -11,7 +11,7 @@ lint             what every lint is told
 copies           copies of tensors that ranks have to keep alike
 replicas         weights that differ between ranks
 rows             rows that several ranks get, or none
-streams          data sets that give all ranks the same rows
+streams          data sets without numbers of rows (`IterableDataset`) that give all ranks the same rows
 batch_norm       batch norm with the statistics of one rank
 scales           losses that are divided too often or not at all
 means            means of means over different numbers

@@ -1,4 +1,8 @@
-"""What every lint is told."""
+"""What every lint is told.
+
+A lint is a class of its own file, such as `FewStatistics` in `batch_norm`. `Session` makes one of each for every run,
+and tells them what happens. The name of a finding is what a comment silences; docs/testing.md has the table of names.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._base.context import undisturbed
+from torchstrategy._base.context import without_autograd
 from torchstrategy._base.distributed_values import PerReplica
 from torchstrategy._base.torch_internals import losses_noted_by
 from torchstrategy._base.types import Tree
@@ -21,8 +21,8 @@ from torchstrategy._run.losses.loss_weights import (
     HOW_COUNTED,
     HOW_SELECTED,
     Column,
+    LossReading,
     LossWeights,
-    Reading,
     weigh,
 )
 
@@ -34,7 +34,7 @@ class LossNotes:
     """Notes, in each replica, where its backwards begin."""
 
     def __init__(self) -> None:
-        self._notes: dict[int, list[Reading]] = {}
+        self._notes: dict[int, list[LossReading]] = {}
 
     def noting(self, replica: int) -> AbstractContextManager[None]:
         """A block in which the losses of this replica are noted. It changes nothing."""
@@ -54,12 +54,12 @@ class LossNotes:
         return LossCounts(tuple(found), rows)
 
 
-def _note(notes: list[Reading], outputs: Sequence[Any]) -> None:
+def _note(notes: list[LossReading], outputs: Sequence[Any]) -> None:
     loss = outputs[0] if len(outputs) == 1 else None
     if len(notes) >= _MAX_BACKWARDS or not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         return
-    with without_unpacking(), undisturbed():
-        notes.append(Reading.of(read_terms(loss), loss.detach()))
+    with without_unpacking(), without_autograd():
+        notes.append(LossReading.of(read_terms(loss), loss.detach()))
 
 
 @final

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._base.context import current_replica_context, in_use, is_default
+from torchstrategy._base.context import current_replica_context, is_default, using_device
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.errors import LossWeightWarning, ReplicaBufferWarning, SharedWriteWarning, an
 from torchstrategy._base.options import LOSS, NO_OPTIONS, ReduceOp, RunOptions
@@ -192,17 +192,17 @@ class PlainTraining(Training):
         # The model is made on the device on which the strategy makes it, since the generator of another device would
         # draw other weights. Then it is moved to the device of replica 0.
         devices = self._problem.devices
-        with in_use(devices[-1] if devices else None):
+        with using_device(devices[-1] if devices else None):
             models = _built(self._problem.model_fn)
         return _moved(models, self._problem.device), self._optimizers(models)
 
     def _optimizers(self, models: Tree) -> Tree:
-        with in_use(self._problem.device):
+        with using_device(self._problem.device):
             return _optimizers(self._problem.optimizer_fn, models)
 
     def _run(self, batch: Tree) -> tuple[Sequence[Sighting], Participants, LossCounts]:
         device = self._problem.device
-        with in_use(device):
+        with using_device(device):
             batch = batch if device is None else move_to(batch, memory_device(device))
             sighting = _observed(self._problem.step, self.models, self.optimizers, batch)
         return [sighting], Participants((0,), (1.0,), self._problem.reduction), NOTHING_READ

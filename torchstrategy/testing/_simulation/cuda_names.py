@@ -154,6 +154,40 @@ def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
     def index(device: Any) -> int:
         return ordinal(translated(device))
 
+    def can_device_access_peer(device: Any, peer_device: Any) -> bool:
+        return index(device) != index(peer_device)
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        properties = get_device_properties(index(device))
+        return properties.major, properties.minor
+
+    def seed_all() -> None:
+        manual_seed_all(torch.seed())
+
+    return {
+        **_more_of_memory(index),
+        "can_device_access_peer": can_device_access_peer,
+        "comm": torch.nn.parallel.comm,
+        "current_blas_handle": lambda: 0,
+        "default_generators": tuple(default_generators()),
+        "get_arch_list": list,
+        "get_device_capability": capability,
+        "initial_seed": lambda: default_generators()[current_device()].initial_seed(),
+        "ipc_collect": _does_nothing,
+        "list_gpu_processes": lambda device=None: f"GPU:{index(device)}\nno processes are running",
+        "seed": seed_all,
+        "seed_all": seed_all,
+        "utilization": lambda device=None: 0,
+    }
+
+
+def _more_of_memory(index: Callable[[Any], int]) -> dict[str, Any]:
+    """The functions that tell how much memory is in use.
+
+    Args:
+        index: Returns the number of the device that a program means.
+    """
+
     def held(device: Any = None) -> int:
         return _accounts.held(index(device))
 
@@ -170,26 +204,7 @@ def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
             f"{_accounts.peak(index(device)):,} were"
         )
 
-    def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-        return index(device) != index(peer_device)
-
-    def capability(device: Any = None) -> tuple[int, int]:
-        properties = get_device_properties(index(device))
-        return properties.major, properties.minor
-
-    def seed_all() -> None:
-        manual_seed_all(torch.seed())
-
     return {
-        "can_device_access_peer": can_device_access_peer,
-        "comm": torch.nn.parallel.comm,
-        "current_blas_handle": lambda: 0,
-        "default_generators": tuple(default_generators()),
-        "get_arch_list": list,
-        "get_device_capability": capability,
-        "initial_seed": lambda: default_generators()[current_device()].initial_seed(),
-        "ipc_collect": _does_nothing,
-        "list_gpu_processes": lambda device=None: f"GPU:{index(device)}\nno processes are running",
         "max_memory_cached": lambda device=None: _accounts.peak(index(device)),
         "mem_get_info": mem_get_info,
         "memory_cached": held,
@@ -198,9 +213,6 @@ def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
         "reset_accumulated_memory_stats": _does_nothing,
         "reset_max_memory_allocated": lambda device=None: _accounts.reset_peak(index(device)),
         "reset_max_memory_cached": lambda device=None: _accounts.reset_peak(index(device)),
-        "seed": seed_all,
-        "seed_all": seed_all,
-        "utilization": lambda device=None: 0,
     }
 
 
