@@ -135,7 +135,13 @@ def sum_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor, i
         raise TypeError(f"The axis to reduce along is an integer or a tuple of them; got {axis!r}.")
     for a in axes:
         if not -tensor.dim() <= a < tensor.dim():
-            raise ValueError(f"There is no axis {a} to reduce along: a value has the shape {tuple(tensor.shape)}.")
+            text = f"There is no axis {a} to reduce along: a value has the shape {tuple(tensor.shape)}."
+            if not tensor.dim():
+                text += (
+                    " Each replica has one number, so write axis=None. If it is a mean over the replica's rows, write "
+                    'reduce("mean", value, axis=None, weights=batch), where batch is what the step was called with.'
+                )
+            raise ValueError(text)
     if len({a % tensor.dim() for a in axes}) < len(axes):
         raise ValueError(f"axis={axis!r} names a dimension twice: a value has the shape {tuple(tensor.shape)}.")
     total = tensor.sum(dim=axes, dtype=None if tensor.dtype == torch.bool else tensor.dtype)
