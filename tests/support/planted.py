@@ -631,3 +631,49 @@ def contrast(keys: torch.Tensor, whole: torch.Tensor, rank: int) -> torch.Tensor
 if __name__ == "__main__":  # as a script: its name, and `bad` or `good`
     name, which = os.environ["PLANTED"].split()
     PAIRS[name].main(int(os.environ.get("LOCAL_RANK", 0)), which == "good")
+
+
+# Memory and files
+
+
+@pair("used-before-wait")
+def buffer_of_a_message_is_filled_again(rank: int, is_right: bool) -> None:
+    begin()
+    sent, request = torch.zeros(4, 4, device=DEVICE), None
+    for rows in rows_of(0):
+        if rank == 1:
+            dist.recv(sent, 0)
+            continue
+        if is_right and request is not None:
+            request.wait()
+        sent.copy_(rows)
+        request = dist.isend(sent, 1)
+    if request is not None:
+        request.wait()
+
+
+@pair("used-before-wait")
+def message_is_read_too_early(rank: int, is_right: bool) -> None:
+    begin()
+    got = torch.zeros(4, device=DEVICE)
+    if rank == 0:
+        dist.send(torch.ones(4, device=DEVICE), 1)
+        return
+    request = dist.irecv(got, 0)
+    assert request is not None
+    if is_right:
+        request.wait()
+    total = got + 1
+    request.wait()
+    total.sum()
+
+
+@pair("used-before-wait")
+def gathered_tensor_is_scaled_meanwhile(rank: int, is_right: bool) -> None:
+    begin()
+    mine, all_of_them = torch.ones(4, device=DEVICE), torch.zeros(8, device=DEVICE)
+    work = dist.all_gather_into_tensor(all_of_them, mine, async_op=True)
+    if is_right:
+        work.wait()
+    mine.mul_(2)
+    work.wait()

@@ -336,6 +336,74 @@ def go_back(loss: torch.Tensor) -> None:
     loss.backward()
 
 
+@in_ranks
+def an_answer_says_that_a_message_was_read(rank: int) -> None:
+    begin()
+    buffer = torch.zeros(4, device=DEVICE)
+    for _ in range(3):
+        if rank == 0:
+            request = dist.isend(buffer, 1)
+            answer = torch.zeros(4, device=DEVICE)
+            dist.recv(answer, 1)
+            buffer.add_(answer)
+            assert request is not None
+        else:
+            dist.recv(buffer, 0)
+            dist.send(buffer + 1, 0)
+
+
+@in_ranks
+def other_parts_of_a_buffer_are_filled(rank: int) -> None:
+    begin()
+    buffer = torch.zeros(2, 3, 4, device=DEVICE)
+    if rank == 0:
+        request = dist.isend(buffer[0], 1)
+        buffer[1].fill_(1.0)
+        buffer[1:, ::2] += 1
+        assert buffer.shape and torch.empty_like(buffer[0]).numel() and buffer[0].sum() == 0
+    else:
+        request = dist.irecv(buffer[0], 0)
+        buffer[1].fill_(1.0)
+        buffer[1:, :, 1] += 1
+    assert request is not None
+    request.wait()
+    buffer.zero_()
+
+
+@in_ranks
+def gradients_are_reduced_while_backward_goes_on(rank: int) -> None:
+    begin()
+    model, works = make_model(), []
+    optimizer = sgd(model)
+
+    def reduce(parameter: torch.Tensor) -> None:
+        works.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(reduce)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        for work in works:
+            work.wait()
+        works.clear()
+        for parameter in model.parameters():
+            parameter.grad /= RANKS
+        optimizer.step()
+
+
+@in_ranks
+def the_last_of_several_is_waited_for(rank: int) -> None:
+    begin()
+    inputs = [torch.ones(4, device=DEVICE) for _ in range(3)]
+    outputs = [torch.zeros(8, device=DEVICE) for _ in range(3)]
+    works = [dist.all_gather_into_tensor(out, given, async_op=True) for out, given in zip(outputs, inputs, strict=True)]
+    works[-1].wait()
+    inputs[0].zero_()
+    for work in works:
+        work.wait()
+
+
 @alone
 def two_losses_through_one_function() -> None:
     torch.manual_seed(0)

@@ -18,8 +18,9 @@ from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.session import Session
 from torchstrategy.testing._lints.torch_internals import LoaderIterator, scale_of
-from torchstrategy.testing._ranks.witnesses import Told, witnesses
+from torchstrategy.testing._ranks.witnesses import Told, UnderWay, WorkWitness, witnesses, work_witnesses
 from torchstrategy.testing._ranks.world import World, current_rank, current_world
+from torchstrategy.testing._simulation.ordinals import NAME
 from torchstrategy.testing._simulation.program import is_unwatched
 from torchstrategy.testing._simulation.replacing import replacing
 
@@ -87,20 +88,28 @@ class Watch:
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._tell("steps", optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: self._tell("stepped", optimizer)),
         ]
+        work = WorkWitness(self._begins, self._over)
         witnesses.append(self._told)
+        work_witnesses.append(work)
         try:
             with replacing(self._replaced()):
                 yield
         finally:
             witnesses.remove(self._told)
+            work_witnesses.remove(work)
             for hook in hooks:
                 hook.remove()
 
     def _replaced(self) -> list[tuple[Any, str, Any]]:
         autograd: Any = torch.autograd
         scaler: Any = torch.amp.GradScaler
+        device: Any = getattr(torch, NAME, None)  # None while no devices are simulated
+        devices: list[Any] = [torch.cuda, torch.accelerator]
+        devices += [] if device is None else [device, device.Stream, device.Event]
+        waits = [(owner, "synchronize") for owner in devices]
         optimizer, module, wrapped = torch.optim.Optimizer, torch.nn.Module, DistributedDataParallel
         return [
+            *[(owner, name, self._after(getattr(owner, name), self._synchronized)) for owner, name in waits],
             (autograd, "backward", self._backward(autograd.backward)),
             (wrapped, "__init__", self._after(wrapped.__init__, self._made)),
             (wrapped, "forward", self._before(wrapped.forward, self._calls)),
@@ -122,6 +131,19 @@ class Watch:
         session = self.session()
         if session is not None:
             session.told(told)
+
+    def _begins(self, under_way: UnderWay) -> None:
+        session = self.session()
+        if session is not None:
+            session.begins(under_way)
+
+    def _over(self, rank: int, part: Any) -> None:
+        session = self.session()
+        if session is not None:
+            session.over(rank, part)
+
+    def _synchronized(self, *_: Any, **__: Any) -> None:
+        self._tell("synchronized")
 
     def _before(self, method: Method, tell: Method) -> Method:
         @functools.wraps(method)
