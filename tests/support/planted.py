@@ -6,8 +6,10 @@ Each takes its rank and whether it `is_right`. They differ in a line or two.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -677,3 +679,36 @@ def gathered_tensor_is_scaled_meanwhile(rank: int, is_right: bool) -> None:
         work.wait()
     mine.mul_(2)
     work.wait()
+
+
+def name_of_a_file() -> str:
+    """A file of this run, the same in all ranks."""
+    names: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names, 0)
+    return os.path.join(names[0], "best.pt")
+
+
+@pair("file-not-awaited")
+def checkpoint_is_loaded_without_a_barrier(rank: int, is_right: bool) -> None:
+    begin()
+    path = name_of_a_file()
+    model = wrapped(make_model())
+    for _ in range(2):
+        fit(model, sgd(model), rows_of(rank))
+        if rank == 0:
+            torch.save(model.module.state_dict(), path)
+    if is_right:
+        dist.barrier()
+    model.module.load_state_dict(torch.load(path))
+
+
+@pair("file-not-awaited")
+def numbers_are_read_without_a_barrier(rank: int, is_right: bool) -> None:
+    begin()
+    path = name_of_a_file()
+    if rank == 0:
+        Path(path).write_text("1")
+    if is_right:
+        dist.all_reduce(torch.ones(1, device=DEVICE))
+    with open(path) as file:
+        file.read()

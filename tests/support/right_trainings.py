@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import fcntl
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from planted import DEVICE, RANKS, begin, contrast, data, fit, make_model, rows_of, sgd, wrapped
+from planted import DEVICE, RANKS, begin, contrast, data, fit, make_model, name_of_a_file, rows_of, sgd, wrapped
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TorchScript, which optimizers of several processes use, is deprecated
@@ -402,6 +405,60 @@ def the_last_of_several_is_waited_for(rank: int) -> None:
     inputs[0].zero_()
     for work in works:
         work.wait()
+
+
+@in_ranks
+def a_rank_reads_its_own_file(rank: int) -> None:
+    begin()
+    path = name_of_a_file()
+    with open(f"{path}.{rank}", "w") as file:
+        file.write("1")
+    with open(f"{path}.{rank}") as file:
+        file.read()
+    if rank == 0:
+        torch.save(torch.ones(2), path)
+        torch.load(path)
+
+
+@in_ranks
+def a_checkpoint_from_before_is_read(rank: int) -> None:
+    begin()
+    path = name_of_a_file()
+    if rank == 0:
+        torch.save(make_model().state_dict(), path)
+    dist.barrier()
+    model = make_model()
+    model.load_state_dict(torch.load(path))
+    model = wrapped(model)
+    fit(model, sgd(model), rows_of(rank))
+    if rank == 0:
+        torch.save(model.state_dict(), f"{path}.new")
+        os.replace(f"{path}.new", path)
+
+
+@in_ranks
+def a_file_says_that_another_is_there(rank: int) -> None:
+    begin()
+    path = Path(name_of_a_file())
+    if rank == 0:
+        path.write_text("1")
+        path.with_suffix(".done").touch()
+    else:
+        while not path.with_suffix(".done").exists():
+            dist.get_world_size()
+        assert path.exists()
+        path.read_text()
+
+
+@in_ranks
+def a_lock_orders_who_writes(rank: int) -> None:
+    begin()
+    path = name_of_a_file()
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if rank == 0:
+            Path(path).write_text("1")
+        Path(path).read_text()
 
 
 @alone

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchstrategy.testing._lints.batch_norm import FewStatistics
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
+from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.generators import Generators
@@ -24,6 +25,7 @@ from torchstrategy.testing._lints.rows import Rows
 from torchstrategy.testing._lints.scales import Scales
 from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._lints.waits import Waits
+from torchstrategy.testing._ranks.happened import Happened
 from torchstrategy.testing._ranks.lines import is_called_by_a_library
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay
 
@@ -41,7 +43,7 @@ class Session:
     def __init__(self, size: int) -> None:
         self._size = size
         self._facts: dict[int, Facts] = {}
-        self._gathered, self._waits = Gathered(), Waits()
+        self._gathered, self._waits, self._files = Gathered(), Waits(), Files()
         self._lints: list[Lint] = [
             Replicas(),
             Rows(),
@@ -52,6 +54,7 @@ class Session:
             self._gathered,
             Generators(),
             self._waits,
+            self._files,
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
@@ -132,6 +135,15 @@ class Session:
     def synchronized(self, rank: int) -> None:
         """A rank has waited for its device."""
         self._waits.forget(rank)
+
+    def file(self, happened: Happened, rank: int, what: str, file: Any) -> None:
+        """A rank does something with a file."""
+        if what == "locks":
+            self._files.locks()
+        elif what == "looks":
+            self._files.looks(happened, rank, file)
+        else:
+            self._files.uses(happened, rank, file, what == "writes")
 
     def goes_back(self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool) -> Backward:
         """`backward` is called; returns what `went_back` is given."""

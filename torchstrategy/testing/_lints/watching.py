@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchstrategy.testing._lints.files import replaced as replaced_for_files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.session import Session
@@ -30,6 +31,7 @@ Method = Callable[..., Any]
 @final
 class _Here(threading.local):
     depth = 0  # of calls of `backward` within each other
+    is_at_file = False
     opening: Any = None  # the loader whose iterator is being made
     known: tuple[World | None, Session] | None = None  # the run that was asked for last
 
@@ -92,7 +94,7 @@ class Watch:
         witnesses.append(self._told)
         work_witnesses.append(work)
         try:
-            with replacing(self._replaced()):
+            with replacing([*self._replaced(), *replaced_for_files(self._file)]):
                 yield
         finally:
             witnesses.remove(self._told)
@@ -141,6 +143,17 @@ class Watch:
         session = self.session()
         if session is not None:
             session.over(rank, part)
+
+    def _file(self, what: str, file: Any) -> None:
+        world = current_world()
+        session = self.session() if world is not None and world.size > 1 and not self._here.is_at_file else None
+        if world is None or session is None:
+            return
+        self._here.is_at_file = True  # the lint looks into the source of the program
+        try:
+            session.file(world.happened, current_rank(), what, file)
+        finally:
+            self._here.is_at_file = False
 
     def _synchronized(self, *_: Any, **__: Any) -> None:
         self._tell("synchronized")

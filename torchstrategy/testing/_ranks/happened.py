@@ -41,6 +41,10 @@ class Happened:
         """Whether a moment is over, as far as a rank knows."""
         return self._clocks[rank][moment.rank] >= moment.time
 
+    def sees(self, rank: int, moment: Moment) -> None:
+        """A rank sees what another one has done at a moment, and so knows of it."""
+        self._clocks[rank][moment.rank] = max(self._clocks[rank][moment.rank], moment.time)
+
     def writes_note(self, rank: int) -> None:
         """A rank leaves a note in the store."""
         self._notes = list(map(max, self._notes, self._clocks[rank]))
