@@ -712,3 +712,44 @@ def numbers_are_read_without_a_barrier(rank: int, is_right: bool) -> None:
         dist.all_reduce(torch.ones(1, device=DEVICE))
     with open(path) as file:
         file.read()
+
+
+@pair("divided-twice")
+def a_subset_of_the_rank_and_a_sampler(rank: int, is_right: bool) -> None:
+    begin()
+    rows = data()
+    mine = rows if is_right else Subset(rows, list(range(rank, len(rows), RANKS)))
+    sampler = DistributedSampler(mine, drop_last=True)
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches = DataLoader(mine, batch_size=4, sampler=sampler, drop_last=True)
+        fit(model, optimizer, (batch[0].to(DEVICE) for batch in batches))
+
+
+@pair("gradient-not-reduced")
+def values_of_sparse_gradients_are_added(rank: int, is_right: bool) -> None:
+    begin()
+    table = nn.Embedding(20, 4, sparse=True).to(DEVICE)
+    dist.broadcast(table.weight.data, 0)
+    optimizer = sgd(table)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        table(torch.randperm(20, generator=generator)[:6].to(DEVICE)).square().mean().backward()
+        gradient = table.weight.grad
+        assert gradient is not None
+        if is_right:
+            table.weight.grad = None
+            dense = gradient.to_dense() / RANKS
+            dist.all_reduce(dense)
+            table.weight.grad = dense
+        else:
+            values = gradient._values()
+            dist.all_reduce(values)
+            averaged = values / RANKS
+            table.weight.grad = torch.sparse_coo_tensor(
+                gradient._indices(), averaged, gradient.shape, check_invariants=False
+            )
+        optimizer.step()
