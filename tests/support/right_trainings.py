@@ -356,6 +356,21 @@ def an_answer_says_that_a_message_was_read(rank: int) -> None:
 
 
 @in_ranks
+def what_is_sent_is_kept_by_nobody(rank: int) -> None:
+    begin()
+    requests = []
+    for rows in rows_of(0, 8):
+        if rank == 0:
+            requests.append(dist.isend(rows.clone(), 1))
+            torch.ones_like(rows).add_(1)
+        else:
+            dist.recv(rows, 0)
+    for request in requests:
+        assert request is not None
+        request.wait()
+
+
+@in_ranks
 def other_parts_of_a_buffer_are_filled(rank: int) -> None:
     begin()
     buffer = torch.zeros(2, 3, 4, device=DEVICE)

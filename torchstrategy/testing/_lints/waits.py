@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
@@ -29,6 +30,7 @@ _MOST_ELEMENTS = 1_000_000
 class _Piece(NamedTuple):
     """Memory that is in use until the program waits."""
 
+    storage: weakref.ref[Any]  # a backend keeps it; here other tensors may get the memory when it is gone
     start: int
     end: int
     is_written: bool
@@ -61,7 +63,8 @@ class Waits(Lint):
         for tensor, is_written in [(t, True) for t in under_way.writes] + [(t, False) for t in under_way.reads]:
             there = _span(tensor)
             if there is not None and (is_written or there not in written):
-                pieces.append(_Piece(*there, is_written, under_way.part, place, in_words([tensor])))
+                storage = weakref.ref(tensor.untyped_storage())
+                pieces.append(_Piece(storage, *there, is_written, under_way.part, place, in_words([tensor])))
         if pieces:
             self._pieces.setdefault(under_way.rank, []).extend(pieces)
 
@@ -93,7 +96,8 @@ class Waits(Lint):
             if there is None:
                 continue
             for piece in self._pieces.get(facts.rank, ()):
-                if (is_write or piece.is_written) and piece.start < there[1] and there[0] < piece.end:
+                is_used = (is_write or piece.is_written) and piece.start < there[1] and there[0] < piece.end
+                if is_used and piece.storage() is not None:
                     self._uses(facts.rank, func, tensor, is_write, piece)
                     return
 
