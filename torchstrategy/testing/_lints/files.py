@@ -123,10 +123,17 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
         (os, "replace", _moving(os.replace, tell)),
         (os, "rename", _moving(os.rename, tell)),
     ]
-    for owner, names in ((os.path, ("exists", "isfile", "getmtime", "getsize")), (Path, ("exists", "is_file", "stat"))):
-        values += [(owner, name, _looking(getattr(owner, name), tell)) for name in names]
-    for owner, names in ((os, ("listdir",)), (glob, ("glob", "iglob")), (Path, ("glob", "rglob", "iterdir"))):
-        values += [(owner, name, _before(getattr(owner, name), "looks", tell)) for name in names]
+    looking: list[tuple[Any, str]] = [
+        *[(os.path, name) for name in ("exists", "isfile", "getmtime", "getsize")],
+        *[(Path, name) for name in ("exists", "is_file", "stat")],
+    ]
+    listing: list[tuple[Any, str]] = [
+        (os, "listdir"),
+        *[(glob, name) for name in ("glob", "iglob")],
+        *[(Path, name) for name in ("glob", "rglob", "iterdir")],
+    ]
+    values += [(owner, name, _looking(getattr(owner, name), tell)) for owner, name in looking]
+    values += [(owner, name, _before(getattr(owner, name), "looks", tell)) for owner, name in listing]
     try:
         fcntl = importlib.import_module("fcntl")
     except ImportError:  # Windows
