@@ -6,6 +6,7 @@ import builtins
 import functools
 import glob
 import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -25,6 +26,7 @@ from torchstrategy.testing._lints.places import Place
 from torchstrategy.testing._ranks.happened import Happened, Moment
 
 _MOST_FILES = 10_000
+_FCNTL: Any = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None  # None on Windows
 _STANDARD = sysconfig.get_paths()["stdlib"]
 # Through these a program opens files of its own; others have files that no other rank's program reads, such as caches.
 _BETWEEN = (
@@ -134,11 +136,9 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
     ]
     values += [(owner, name, _looking(getattr(owner, name), tell)) for owner, name in looking]
     values += [(owner, name, _before(getattr(owner, name), "looks", tell)) for owner, name in listing]
-    try:
-        fcntl = importlib.import_module("fcntl")
-    except ImportError:  # Windows
+    if _FCNTL is None:
         return values
-    return [*values, *[(fcntl, name, _before(getattr(fcntl, name), "locks", tell)) for name in ("flock", "lockf")]]
+    return [*values, *[(_FCNTL, name, _before(getattr(_FCNTL, name), "locks", tell)) for name in ("flock", "lockf")]]
 
 
 def _opening(method: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
