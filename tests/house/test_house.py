@@ -93,7 +93,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"limits", "virtual_time"},
     ],
     ("testing", "_ranks"): [
-        {"imports", "injection", "orders", "process", "record", "swaps", "torch_internals", "witnesses"},
+        {"happened", "imports", "injection", "orders", "process", "record", "swaps", "torch_internals", "witnesses"},
         {"turns"},
         {"lines", "moments", "tensors"},
         {"names"},
@@ -112,7 +112,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"copies", "findings", "losses"},
         {"facts"},
         {"lint"},
-        {"batch_norm", "gathered", "generators", "replicas", "rows", "scales", "streams"},
+        {"batch_norm", "files", "gathered", "generators", "replicas", "rows", "scales", "streams", "waits"},
         {"means"},
         {"session"},
         {"watching"},

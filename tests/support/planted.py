@@ -6,8 +6,10 @@ Each takes its rank and whether it `is_right`. They differ in a line or two.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -631,3 +633,123 @@ def contrast(keys: torch.Tensor, whole: torch.Tensor, rank: int) -> torch.Tensor
 if __name__ == "__main__":  # as a script: its name, and `bad` or `good`
     name, which = os.environ["PLANTED"].split()
     PAIRS[name].main(int(os.environ.get("LOCAL_RANK", 0)), which == "good")
+
+
+# Memory and files
+
+
+@pair("used-before-wait")
+def buffer_of_a_message_is_filled_again(rank: int, is_right: bool) -> None:
+    begin()
+    sent, request = torch.zeros(4, 4, device=DEVICE), None
+    for rows in rows_of(0):
+        if rank == 1:
+            dist.recv(sent, 0)
+            continue
+        if is_right and request is not None:
+            request.wait()
+        sent.copy_(rows)
+        request = dist.isend(sent, 1)
+    if request is not None:
+        request.wait()
+
+
+@pair("used-before-wait")
+def message_is_read_too_early(rank: int, is_right: bool) -> None:
+    begin()
+    got = torch.zeros(4, device=DEVICE)
+    if rank == 0:
+        dist.send(torch.ones(4, device=DEVICE), 1)
+        return
+    request = dist.irecv(got, 0)
+    assert request is not None
+    if is_right:
+        request.wait()
+    total = got + 1
+    request.wait()
+    total.sum()
+
+
+@pair("used-before-wait")
+def gathered_tensor_is_scaled_meanwhile(rank: int, is_right: bool) -> None:
+    begin()
+    mine, all_of_them = torch.ones(4, device=DEVICE), torch.zeros(8, device=DEVICE)
+    work = dist.all_gather_into_tensor(all_of_them, mine, async_op=True)
+    if is_right:
+        work.wait()
+    mine.mul_(2)
+    work.wait()
+
+
+def name_of_a_file() -> str:
+    """A file of this run, the same in all ranks."""
+    names: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names, 0)
+    return os.path.join(names[0], "best.pt")
+
+
+@pair("file-not-awaited")
+def checkpoint_is_loaded_without_a_barrier(rank: int, is_right: bool) -> None:
+    begin()
+    path = name_of_a_file()
+    model = wrapped(make_model())
+    for _ in range(2):
+        fit(model, sgd(model), rows_of(rank))
+        if rank == 0:
+            torch.save(model.module.state_dict(), path)
+    if is_right:
+        dist.barrier()
+    model.module.load_state_dict(torch.load(path))
+
+
+@pair("file-not-awaited")
+def numbers_are_read_without_a_barrier(rank: int, is_right: bool) -> None:
+    begin()
+    path = name_of_a_file()
+    if rank == 0:
+        Path(path).write_text("1")
+    if is_right:
+        dist.all_reduce(torch.ones(1, device=DEVICE))
+    with open(path) as file:
+        file.read()
+
+
+@pair("divided-twice")
+def a_subset_of_the_rank_and_a_sampler(rank: int, is_right: bool) -> None:
+    begin()
+    rows = data()
+    mine = rows if is_right else Subset(rows, list(range(rank, len(rows), RANKS)))
+    sampler = DistributedSampler(mine, drop_last=True)
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches = DataLoader(mine, batch_size=4, sampler=sampler, drop_last=True)
+        fit(model, optimizer, (batch[0].to(DEVICE) for batch in batches))
+
+
+@pair("gradient-not-reduced")
+def values_of_sparse_gradients_are_added(rank: int, is_right: bool) -> None:
+    begin()
+    table = nn.Embedding(20, 4, sparse=True).to(DEVICE)
+    dist.broadcast(table.weight.data, 0)
+    optimizer = sgd(table)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        table(torch.randperm(20, generator=generator)[:6].to(DEVICE)).square().mean().backward()
+        gradient = table.weight.grad
+        assert gradient is not None
+        if is_right:
+            table.weight.grad = None
+            dense = gradient.to_dense() / RANKS
+            dist.all_reduce(dense)
+            table.weight.grad = dense
+        else:
+            values = gradient._values()
+            dist.all_reduce(values)
+            averaged = values / RANKS
+            table.weight.grad = torch.sparse_coo_tensor(
+                gradient._indices(), averaged, gradient.shape, check_invariants=False
+            )
+        optimizer.step()

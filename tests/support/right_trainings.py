@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import fcntl
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from planted import DEVICE, RANKS, begin, contrast, data, fit, make_model, rows_of, sgd, wrapped
+from planted import DEVICE, RANKS, begin, contrast, data, fit, make_model, name_of_a_file, rows_of, sgd, wrapped
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TorchScript, which optimizers of several processes use, is deprecated
@@ -334,6 +337,143 @@ def learning_rates_are_searched(rank: int) -> None:
 
 def go_back(loss: torch.Tensor) -> None:
     loss.backward()
+
+
+@in_ranks
+def an_answer_says_that_a_message_was_read(rank: int) -> None:
+    begin()
+    buffer = torch.zeros(4, device=DEVICE)
+    for _ in range(3):
+        if rank == 0:
+            request = dist.isend(buffer, 1)
+            answer = torch.zeros(4, device=DEVICE)
+            dist.recv(answer, 1)
+            buffer.add_(answer)
+            assert request is not None
+        else:
+            dist.recv(buffer, 0)
+            dist.send(buffer + 1, 0)
+
+
+@in_ranks
+def what_is_sent_is_kept_by_nobody(rank: int) -> None:
+    begin()
+    requests = []
+    for rows in rows_of(0, 8):
+        if rank == 0:
+            requests.append(dist.isend(rows.clone(), 1))
+            torch.ones_like(rows).add_(1)
+        else:
+            dist.recv(rows, 0)
+    for request in requests:
+        assert request is not None
+        request.wait()
+
+
+@in_ranks
+def other_parts_of_a_buffer_are_filled(rank: int) -> None:
+    begin()
+    buffer = torch.zeros(2, 3, 4, device=DEVICE)
+    if rank == 0:
+        request = dist.isend(buffer[0], 1)
+        buffer[1].fill_(1.0)
+        buffer[1:, ::2] += 1
+        assert buffer.shape and torch.empty_like(buffer[0]).numel() and buffer[0].sum() == 0
+    else:
+        request = dist.irecv(buffer[0], 0)
+        buffer[1].fill_(1.0)
+        buffer[1:, :, 1] += 1
+    assert request is not None
+    request.wait()
+    buffer.zero_()
+
+
+@in_ranks
+def gradients_are_reduced_while_backward_goes_on(rank: int) -> None:
+    begin()
+    model, works = make_model(), []
+    optimizer = sgd(model)
+
+    def reduce(parameter: torch.Tensor) -> None:
+        works.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(reduce)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        for work in works:
+            work.wait()
+        works.clear()
+        for parameter in model.parameters():
+            parameter.grad /= RANKS
+        optimizer.step()
+
+
+@in_ranks
+def the_last_of_several_is_waited_for(rank: int) -> None:
+    begin()
+    inputs = [torch.ones(4, device=DEVICE) for _ in range(3)]
+    outputs = [torch.zeros(8, device=DEVICE) for _ in range(3)]
+    works = [dist.all_gather_into_tensor(out, given, async_op=True) for out, given in zip(outputs, inputs, strict=True)]
+    works[-1].wait()
+    inputs[0].zero_()
+    for work in works:
+        work.wait()
+
+
+@in_ranks
+def a_rank_reads_its_own_file(rank: int) -> None:
+    begin()
+    path = name_of_a_file()
+    with open(f"{path}.{rank}", "w") as file:
+        file.write("1")
+    with open(f"{path}.{rank}") as file:
+        file.read()
+    if rank == 0:
+        torch.save(torch.ones(2), path)
+        torch.load(path)
+
+
+@in_ranks
+def a_checkpoint_from_before_is_read(rank: int) -> None:
+    begin()
+    path = name_of_a_file()
+    if rank == 0:
+        torch.save(make_model().state_dict(), path)
+    dist.barrier()
+    model = make_model()
+    model.load_state_dict(torch.load(path))
+    model = wrapped(model)
+    fit(model, sgd(model), rows_of(rank))
+    if rank == 0:
+        torch.save(model.state_dict(), f"{path}.new")
+        os.replace(f"{path}.new", path)
+
+
+@in_ranks
+def a_file_says_that_another_is_there(rank: int) -> None:
+    begin()
+    path = Path(name_of_a_file())
+    if rank == 0:
+        path.write_text("1")
+        path.with_suffix(".done").touch()
+    else:
+        while not path.with_suffix(".done").exists():
+            dist.get_world_size()
+        assert path.exists()
+        path.read_text()
+
+
+@in_ranks
+def a_lock_orders_who_writes(rank: int) -> None:
+    begin()
+    path = name_of_a_file()
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if rank == 0:
+            Path(path).write_text("1")
+        Path(path).read_text()
 
 
 @alone

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import planted
 import ranked_programs
@@ -60,6 +61,29 @@ def test_a_program_of_four_ranks_is_left_alone(program: Callable[[ranked_program
     with warnings.catch_warnings(), lint_training():
         warnings.simplefilter("ignore")  # of torch's internals, about themselves
         program(lambda rank: torch.device("cpu"))
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_gradients_that_are_reduced_over_the_wrong_group_are_named(is_right: bool) -> None:
+    def main(rank: int) -> None:
+        dist.init_process_group("gloo")
+        shards = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        copies = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        torch.manual_seed(rank % 2)  # each of two ranks has a part of the model
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for rows in planted.rows_of(rank // 2):
+            optimizer.zero_grad()
+            model(rows.cpu()).square().mean().backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=copies[rank % 2] if is_right else shards[rank // 2])
+                parameter.grad /= 2
+            optimizer.step()
+
+    with lint_training(check=False) as record:
+        run_ranks(main, 4)
+    assert [finding.name for finding in record.findings] == ([] if is_right else ["reduced-over-wrong-group"])
+    assert all("have the same weights: 0, 2 and 1, 3." in finding.write for finding in record.findings)
 
 
 # Silence

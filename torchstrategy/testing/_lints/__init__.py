@@ -16,6 +16,8 @@ batch_norm       batch norm with the statistics of one rank
 scales           losses that are divided too often or not at all
 means            means of means over different numbers
 gathered         tensors that lose their gradients when they are gathered
+waits            tensors that are used before the program has waited for them
+files            files that one rank writes and another reads, in no order
 generators       random numbers that are alike on ranks
 session          one run of a program
 watching         a block in which lints watch a program

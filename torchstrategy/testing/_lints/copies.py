@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
+from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint, of_sparse
 from torchstrategy.testing._lints.places import Place
 
 Named = Mapping[str, torch.Tensor]
@@ -27,6 +27,7 @@ class Snapshot:
         values: What it had, by name.
         gradients: With what gradients the step was made.
         tensors: The tensors.
+        sparse: Of sparse gradients, checksums of their indices and of their values.
         was_called: Whether the model was called since the step before, through what wraps it.
         was_synchronized: Whether that was outside of `no_sync`.
     """
@@ -37,19 +38,30 @@ class Snapshot:
     tensors: dict[str, weakref.ref[torch.Tensor]]
     was_called: bool
     was_synchronized: bool
+    sparse: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def snapshot(
     named: Named, place: Place, with_gradients: bool, was_called: bool = True, was_synchronized: bool = True
 ) -> Snapshot:
     """What a rank has now."""
+    gradients: Prints = {}
+    sparse: dict[str, tuple[int, int]] = {}
+    for name, tensor in named.items() if with_gradients else ():
+        gradient = tensor.grad if tensor.is_leaf else None
+        if gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.sparse_coo:
+            gradients[name], *parts = of_sparse(gradient)
+            sparse[name] = parts[0], parts[1]
+        elif tensor.is_leaf:
+            gradients[name] = fingerprint(gradient)
     return Snapshot(
         place,
         {name: fingerprint(tensor) for name, tensor in named.items()},
-        {name: fingerprint(tensor.grad) for name, tensor in named.items() if tensor.is_leaf} if with_gradients else {},
+        gradients,
         {name: weakref.ref(tensor) for name, tensor in named.items()},
         was_called,
         was_synchronized,
+        sparse,
     )
 
 

@@ -58,6 +58,21 @@ def fingerprint(tensor: torch.Tensor | None) -> Fingerprint | None:
     return Fingerprint(tuple(tensor.shape), tensor.dtype, checksum(here), sample)
 
 
+def of_sparse(tensor: torch.Tensor) -> tuple[Fingerprint | None, int, int]:
+    """What is kept of a sparse tensor: of its numbers, whatever their order is, and checksums of indices and values."""
+    with torch.no_grad(), unwatched(), without_modes():
+        here = on_cpu(tensor.detach()) if is_simulated(tensor) else tensor.detach().cpu()
+        parts = checksum(here._indices().contiguous()), checksum(here._values().contiguous())
+        whole = here.coalesce()
+        values = fingerprint(whole.values())
+        if values is None:
+            return None, *parts
+        both = zlib.crc32(f"{checksum(whole.indices().contiguous())} {values.checksum}".encode())
+        # Other indices are another tensor, however close the values are.
+        shape = (*tensor.shape, checksum(whole.indices().contiguous()))
+    return Fingerprint(shape, tensor.dtype, both, values.sample), *parts
+
+
 def checksum(here: torch.Tensor) -> int:
     """A checksum of the bytes of a tensor that `numbers_of` returned."""
     if not here.numel():

@@ -17,7 +17,7 @@ from torchstrategy.testing._lints.facts import Facts, Model, address_of, paramet
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.fingerprints import can_be_read
 from torchstrategy.testing._lints.lint import Lint
-from torchstrategy.testing._lints.places import here, in_words
+from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names, is_persistent
 from torchstrategy.testing._ranks.witnesses import Told
 
@@ -100,7 +100,33 @@ class Replicas(Lint):
                 parted = copies.parted
                 places = tuple(taken.place for taken in parted.snapshots.values())
                 grouped[parted.step, parted.has_other_gradients, places, copies.is_wrapped].append((copies, parted))
+        wrong = self._of_a_wrong_group([members for members in grouped.values() if members[0][1].step == 0])
+        if wrong is not None:
+            return [finding("reduced-over-wrong-group", *wrong)]
         return [self._finding(members) for members in grouped.values()]
+
+    def _of_a_wrong_group(self, groups: list[list[tuple[Copies, Parted]]]) -> tuple[str, str, list[Place]] | None:
+        """What to say if other ranks have the same weights than those whose gradients are reduced together."""
+        ours = [one for members in groups for one in members if one[0].key[0] == "told"]
+        reduced = sorted({copies.ranks for copies, _ in ours})
+        by_rank: dict[int, list[Any]] = defaultdict(list)
+        for copies, parted in ours:
+            for rank in copies.ranks:
+                by_rank[rank] += parted.snapshots[rank].values.values()
+        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for rank in sorted(by_rank):
+            alike[tuple(by_rank[rank])].append(rank)
+        right = list(alike.values())
+        is_a_grid = len(reduced) > 1 and all(len(set(ranks) & set(group)) == 1 for ranks in right for group in reduced)
+        if not is_a_grid or sum(map(len, reduced)) != len(by_rank):
+            return None
+        places = list(dict.fromkeys(taken.place for _, parted in ours for taken in parted.snapshots.values()))
+        return (
+            f"Gradients are reduced among ranks {_listed(reduced[0])} ({in_words(places)}), which have other weights "
+            f"from the beginning; ranks {_listed(right[0])} have the same ones.",
+            f"Reduce them over the groups of ranks that have the same weights: {' and '.join(map(_listed, right))}.",
+            places,
+        )
 
     def _copies_in(self, facts: Facts, optimizer: torch.optim.Optimizer) -> list[Copies]:
         """The copies of which an optimizer has some parameters."""
@@ -204,6 +230,13 @@ class Replicas(Lint):
 
 def _cause(copies: Copies, parted: Parted) -> tuple[str, str]:
     taken = list(parted.snapshots.values())
+    sparse = [{one.sparse.get(name) for one in taken} for name in parted.names]
+    if all(None not in parts and len({part[1] for part in parts if part}) == 1 < len(parts) for parts in sparse):
+        return (
+            ", sparse ones, whose values are alike while their indices differ: values of other rows were added",
+            "Gather the indices and the values of all ranks and make one sparse gradient of them, or reduce "
+            "`p.grad.to_dense()`.",
+        )
     if copies.key[0] == "beside":
         return (
             " for parameters that are in no DistributedDataParallel",

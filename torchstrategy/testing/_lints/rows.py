@@ -129,7 +129,7 @@ class Rows(Lint):
             if same_order is not None:
                 found.append(same_order)
             if len(loaders) > 1:
-                found += _shared(loaders) or _left_out(loaders)
+                found += _shared(loaders) or _left_out(loaders) or _divided_twice(loaders)
         return found
 
     def _together(self) -> list[dict[int, _Loader]]:
@@ -258,6 +258,30 @@ def _takes_all(loader: _Loader) -> bool:
     if isinstance(sampler, RandomSampler):
         return not sampler.replacement and sampler.num_samples >= loader.size
     return isinstance(sampler, (DistributedSampler, SequentialSampler))
+
+
+def _divided_twice(loaders: dict[int, _Loader]) -> list[Finding | None]:
+    """Parts of the data, one for each rank, of which a sampler takes a part again."""
+    places, rows = [loader.place for loader in loaders.values()], 0
+    taken: set[int] = set()
+    for loader in loaders.values():
+        sampler = loader.sampler
+        if loader.subset is None or not isinstance(sampler, DistributedSampler) or not loader.training():
+            return []
+        offered = loader.offered()
+        if sampler.num_replicas != len(loaders) or not offered or offered & taken:
+            return []
+        taken |= offered
+        rows += len(sampler)
+    return [
+        finding(
+            "divided-twice",
+            f"Each of {len(loaders)} ranks has a part of the data of its own at {in_words(places)}, {len(taken)} rows "
+            f"together, and its DistributedSampler takes a part of that again: {rows} rows in an epoch.",
+            "Give DistributedSampler the whole data set on all ranks, or leave it away.",
+            places,
+        )
+    ]
 
 
 def _left_out(loaders: dict[int, _Loader]) -> list[Finding | None]:

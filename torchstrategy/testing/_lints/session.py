@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchstrategy.testing._lints.batch_norm import FewStatistics
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
+from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.generators import Generators
@@ -23,8 +24,10 @@ from torchstrategy.testing._lints.replicas import Replicas
 from torchstrategy.testing._lints.rows import Rows
 from torchstrategy.testing._lints.scales import Scales
 from torchstrategy.testing._lints.streams import Streams
+from torchstrategy.testing._lints.waits import Waits
+from torchstrategy.testing._ranks.happened import Happened
 from torchstrategy.testing._ranks.lines import is_called_by_a_library
-from torchstrategy.testing._ranks.witnesses import Told
+from torchstrategy.testing._ranks.witnesses import Told, UnderWay
 
 _MOST_BACKWARDS = 1000  # without a step
 
@@ -40,7 +43,7 @@ class Session:
     def __init__(self, size: int) -> None:
         self._size = size
         self._facts: dict[int, Facts] = {}
-        self._gathered = Gathered()
+        self._gathered, self._waits, self._files = Gathered(), Waits(), Files()
         self._lints: list[Lint] = [
             Replicas(),
             Rows(),
@@ -50,6 +53,8 @@ class Session:
             Means(),
             self._gathered,
             Generators(),
+            self._waits,
+            self._files,
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
@@ -71,7 +76,7 @@ class Session:
     @property
     def follows(self) -> bool:
         """Whether it has to be told of all operators now, and not only of `operators`."""
-        return self._gathered.is_following
+        return self._gathered.is_following or self._waits.is_following
 
     def operators(self) -> frozenset[Any]:
         """The operators of which it has to be told."""
@@ -83,6 +88,8 @@ class Session:
             seen(self.facts(rank), args, kwargs, result)
         if self._gathered.follows(self.facts(rank)):
             self._gathered.operator(self.facts(rank), func, args, kwargs, result)
+        if self._waits.follows(self.facts(rank)):
+            self._waits.operator(self.facts(rank), func, args, kwargs)
 
     def made(self, rank: int, wrapped: Any) -> None:
         """A model of `DistributedDataParallel` was made."""
@@ -116,6 +123,27 @@ class Session:
                     facts.reducers = tuple(told.ranks)
         for lint in self._lints:
             lint.told(facts, told, is_of_torch)
+
+    def begins(self, under_way: UnderWay) -> None:
+        """A rank has called what it has to wait for."""
+        self._waits.begins(under_way)
+
+    def over(self, rank: int, part: Any) -> None:
+        """A rank has waited for it."""
+        self._waits.over(rank, part)
+
+    def synchronized(self, rank: int) -> None:
+        """A rank has waited for its device."""
+        self._waits.forget(rank)
+
+    def file(self, happened: Happened, rank: int, what: str, file: Any) -> None:
+        """A rank does something with a file."""
+        if what == "locks":
+            self._files.locks()
+        elif what == "looks":
+            self._files.looks(happened, rank, file)
+        else:
+            self._files.uses(happened, rank, file, what == "writes")
 
     def goes_back(self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool) -> Backward:
         """`backward` is called; returns what `went_back` is given."""

@@ -14,12 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchstrategy.testing._lints.files import replaced as replaced_for_files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.session import Session
 from torchstrategy.testing._lints.torch_internals import LoaderIterator, scale_of
-from torchstrategy.testing._ranks.witnesses import Told, witnesses
+from torchstrategy.testing._ranks.witnesses import Told, UnderWay, WorkWitness, witnesses, work_witnesses
 from torchstrategy.testing._ranks.world import World, current_rank, current_world
+from torchstrategy.testing._simulation.ordinals import NAME
 from torchstrategy.testing._simulation.program import is_unwatched
 from torchstrategy.testing._simulation.replacing import replacing
 
@@ -29,6 +31,7 @@ Method = Callable[..., Any]
 @final
 class _Here(threading.local):
     depth = 0  # of calls of `backward` within each other
+    is_at_file = False
     opening: Any = None  # the loader whose iterator is being made
     known: tuple[World | None, Session] | None = None  # the run that was asked for last
 
@@ -87,20 +90,28 @@ class Watch:
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._tell("steps", optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: self._tell("stepped", optimizer)),
         ]
+        work = WorkWitness(self._begins, self._over)
         witnesses.append(self._told)
+        work_witnesses.append(work)
         try:
-            with replacing(self._replaced()):
+            with replacing([*self._replaced(), *replaced_for_files(self._file)]):
                 yield
         finally:
             witnesses.remove(self._told)
+            work_witnesses.remove(work)
             for hook in hooks:
                 hook.remove()
 
     def _replaced(self) -> list[tuple[Any, str, Any]]:
         autograd: Any = torch.autograd
         scaler: Any = torch.amp.GradScaler
+        device: Any = getattr(torch, NAME, None)  # None while no devices are simulated
+        devices: list[Any] = [torch.cuda, torch.accelerator]
+        devices += [] if device is None else [device, device.Stream, device.Event]
+        waits = [(owner, "synchronize") for owner in devices]
         optimizer, module, wrapped = torch.optim.Optimizer, torch.nn.Module, DistributedDataParallel
         return [
+            *[(owner, name, self._after(getattr(owner, name), self._synchronized)) for owner, name in waits],
             (autograd, "backward", self._backward(autograd.backward)),
             (wrapped, "__init__", self._after(wrapped.__init__, self._made)),
             (wrapped, "forward", self._before(wrapped.forward, self._calls)),
@@ -122,6 +133,30 @@ class Watch:
         session = self.session()
         if session is not None:
             session.told(told)
+
+    def _begins(self, under_way: UnderWay) -> None:
+        session = self.session()
+        if session is not None:
+            session.begins(under_way)
+
+    def _over(self, rank: int, part: Any) -> None:
+        session = self.session()
+        if session is not None:
+            session.over(rank, part)
+
+    def _file(self, what: str, file: Any) -> None:
+        world = current_world()
+        session = self.session() if world is not None and world.size > 1 and not self._here.is_at_file else None
+        if world is None or session is None:
+            return
+        self._here.is_at_file = True  # the lint looks into the source of the program
+        try:
+            session.file(world.happened, current_rank(), what, file)
+        finally:
+            self._here.is_at_file = False
+
+    def _synchronized(self, *_: Any, **__: Any) -> None:
+        self._tell("synchronized")
 
     def _before(self, method: Method, tell: Method) -> Method:
         @functools.wraps(method)

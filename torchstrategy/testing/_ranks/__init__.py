@@ -2,6 +2,7 @@
 
 torch_internals  the private names of torch that this needs
 orders           which rank goes on, of those that can
+happened         what each rank knows of what the others have done
 turns            one rank runs at a time, until it waits
 record           what ranks have told each other
 lines            at which line of the user's program something happened

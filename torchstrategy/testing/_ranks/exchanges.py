@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 
+from torchstrategy.testing._ranks.happened import Happened, Moment
 from torchstrategy.testing._ranks.lines import is_called_by_torch
 from torchstrategy.testing._ranks.moments import Moments, device_of, met
 from torchstrategy.testing._ranks.names import names_of
@@ -89,6 +90,8 @@ class Exchange:
         self.moments: dict[int, Moments] = {}
         self.ends: dict[Listener, Any] = {}  # when it is over, as each who listens notes it
         self.results: dict[int, Values] | None = None
+        self.clocks: dict[int, tuple[int, ...]] = {}  # what each rank knew when it called
+        self.heard: dict[int, Moment] = {}  # when each rank has waited for it
 
     def join(self, rank: int, call: Call, line: str) -> None:
         """Adds the call of one rank. With the last of them, what each gets is computed.
@@ -185,7 +188,8 @@ class Part(Wait):
         self._gets = exchange.calls[rank].gets
         self._group = exchange.calls[rank].group
         # torch knows what it does: `Join` never waits for some of its collectives.
-        self.has_to_be_waited_for = bool(exchange.calls[rank].gets) and not is_called_by_torch()
+        self.is_the_programs = not is_called_by_torch()
+        self.has_to_be_waited_for = bool(exchange.calls[rank].gets) and self.is_the_programs
         self.is_delivered = False
         self._is_received = False
         self.idle_questions = 0  # how often the rank has asked for it, and nobody else could go on
@@ -220,6 +224,25 @@ class Part(Wait):
                 for tensor, value in zip(self._gets, self._exchange.results.pop(self._rank), strict=False):
                     bring(value, tensor)
         return self._gets
+
+    def hear(self, happened: Happened) -> None:
+        """The rank has waited: from here on it knows what the others did before they called."""
+        if self._rank not in self._exchange.heard:
+            for clock in self._exchange.clocks.values():
+                happened.hears(self._rank, clock)
+            self._exchange.heard[self._rank] = happened.now(self._rank)
+
+    def is_known_to_be_read(self, happened: Happened) -> bool:
+        """Whether the rank knows, from what came later, that all others have what it gave."""
+        heard = self._exchange.heard
+        others = [rank for rank in self._exchange.ranks if rank != self._rank]
+        return all(rank in heard and happened.knows(self._rank, heard[rank]) for rank in others)
+
+    @property
+    def queue(self) -> Hashable:
+        """The same for what is done one after the other, as the collectives of a group are, and messages of a pair."""
+        call = self._exchange.calls[self._rank]
+        return call.group, frozenset(self._exchange.ranks) if call.kind in ("send", "recv") else None
 
     def writes_on(self, group: Hashable, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether this collective of a group has still to write on some tensors."""

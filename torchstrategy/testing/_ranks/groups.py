@@ -13,7 +13,7 @@ from torchstrategy.testing._ranks.exchanges import Call, Part, Settle, Values
 from torchstrategy.testing._ranks.store import RankStore
 from torchstrategy.testing._ranks.tensors import name_of, reduced
 from torchstrategy.testing._ranks.torch_internals import after_backward
-from torchstrategy.testing._ranks.witnesses import Told, tell
+from torchstrategy.testing._ranks.witnesses import Told, UnderWay, tell, work_witnesses
 from torchstrategy.testing._ranks.world import World
 
 _Work: Any = dist.Work
@@ -244,8 +244,9 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Values, target: int, tag: int = 0) -> RankWork:
         self._come_to("send")
         self._world.finish_before(self._me, self._key, tensors)
-        call = Call("send", tensors, tensors, [], _message, detail=f"to rank {self._ranks[target]}{_tagged(tag)}")
-        return self._work(self._world.send(self._me, self._ranks[target], (self._key, tag), call))
+        detail = f"to rank {self._ranks[target]}{_tagged(tag)}"
+        call = Call("send", tensors, tensors, [], _message, detail=detail, group=self._key)
+        return self._work(self._world.send(self._me, self._ranks[target], (self._key, tag), call), tensors, [])
 
     def recv(self, tensors: Values, source: int, tag: int = 0) -> RankWork:
         return self._receive(tensors, self._ranks[source], tag, f"from rank {self._ranks[source]}")
@@ -257,7 +258,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         self._come_to("recv")
         self._world.finish_before(self._me, self._key, tensors)
         call = Call("recv", tensors, [], tensors, _message, detail=detail + _tagged(tag), group=self._key)
-        return self._work(self._world.receive(self._me, source, (self._key, tag), call))
+        return self._work(self._world.receive(self._me, source, (self._key, tag), call), [], tensors)
 
     # Of all of them
 
@@ -269,13 +270,16 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         key = (self._key, self._calls)
         tell(Told(self._me, self._ranks, key, kind, options.get("detail", ""), gives, gets))
         call = Call(kind, shown, gives, gets, settle, group=self._key, **options)
-        return self._work(self._world.meet(self._me, key, self._ranks, name, call))
+        return self._work(self._world.meet(self._me, key, self._ranks, name, call), gives, gets)
 
     def _come_to(self, kind: str) -> None:
         self._world.turns.pause(self._me)
         self._world.came_to(self._me, kind)
 
-    def _work(self, part: Part) -> RankWork:
+    def _work(self, part: Part, gives: Values, gets: Values) -> RankWork:
+        if part.is_the_programs:
+            for witness in work_witnesses:
+                witness.begins(UnderWay(self._me, part, gives, gets))
         return RankWork(self._world, self._me, part)
 
     def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] = ()) -> Values:

@@ -20,6 +20,7 @@ class RankStore(Store):  # type: ignore[misc]
 
     def set(self, key: str, value: Any) -> None:
         self._world.stored[key] = _as_bytes(value)
+        self._world.happened.writes_note(self._rank)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -28,10 +29,12 @@ class RankStore(Store):  # type: ignore[misc]
     def add(self, key: str, amount: int) -> int:
         total = int(self._world.stored.get(key, b"0")) + amount
         self._world.stored[key] = str(total).encode()
+        self._has_read_and_written()
         return total
 
     def append(self, key: str, value: Any) -> None:
         self._world.stored[key] = self._world.stored.get(key, b"") + _as_bytes(value)
+        self._has_read_and_written()
 
     def check(self, keys: Sequence[str]) -> bool:
         if not self._has(keys) and self._world.turns.has_others(self._rank):
@@ -42,6 +45,7 @@ class RankStore(Store):  # type: ignore[misc]
         stored = self._world.stored
         if stored.get(key, b"") == _as_bytes(expected):
             stored[key] = _as_bytes(desired)
+        self._has_read_and_written()
         return stored.get(key, _as_bytes(expected))
 
     def delete_key(self, key: str) -> bool:
@@ -66,9 +70,15 @@ class RankStore(Store):  # type: ignore[misc]
     def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
         if not self._has(keys):
             self._world.turns.wait(self._rank, _Note(self._world, keys))
+            self._world.happened.reads_note(self._rank)
 
     def _has(self, keys: Sequence[str]) -> bool:
+        self._world.happened.reads_note(self._rank)
         return all(key in self._world.stored for key in keys)
+
+    def _has_read_and_written(self) -> None:
+        self._world.happened.reads_note(self._rank)
+        self._world.happened.writes_note(self._rank)
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,31 @@ class Told(NamedTuple):
     gets: Sequence[torch.Tensor]
 
 
+class UnderWay(NamedTuple):
+    """A collective or a message that a program has called, from the call until it has waited for it.
+
+    Attributes:
+        rank: Who has called it.
+        part: Its part in it, which `WorkWitness.over` is told, too.
+        reads: The tensors whose numbers others get.
+        writes: The tensors that will be written.
+    """
+
+    rank: int
+    part: Any
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+
+
+class WorkWitness(NamedTuple):
+    """Who is told when the program of a rank calls something, and when it has waited for it."""
+
+    begins: Callable[[UnderWay], None]
+    over: Callable[[int, Any], None]
+
+
 witnesses: list[Callable[[Told], None]] = []
+work_witnesses: list[WorkWitness] = []
 
 
 def tell(told: Told) -> None:

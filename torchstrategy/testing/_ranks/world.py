@@ -10,10 +10,12 @@ from typing import final
 import torch
 
 from torchstrategy.testing._ranks.exchanges import Call, Exchange, Part, UnlikeCalls
+from torchstrategy.testing._ranks.happened import Happened
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._ranks.swaps import Swaps
 from torchstrategy.testing._ranks.turns import RanksStopped, Turns
+from torchstrategy.testing._ranks.witnesses import work_witnesses
 
 
 @final
@@ -30,6 +32,7 @@ class World:
     def __init__(self, size: int, turns: Turns, came_to: Callable[[int, str], None], record: RankRecord) -> None:
         self.size, self.turns, self.came_to = size, turns, came_to
         self.record = record
+        self.happened = Happened(size)
         self.stored: dict[str, bytes] = {}  # what the ranks keep in `torch.distributed`'s store
         self._open: dict[Hashable, Exchange] = {}
         self._posted: dict[Hashable, deque[Exchange]] = {}  # messages without a receiver, by its address
@@ -98,6 +101,9 @@ class World:
         if not is_early:
             part.receive()
         part.deliver()
+        part.hear(self.happened)
+        for witness in work_witnesses:
+            witness.over(rank, part)
         self._parts[rank] = [other for other in self._parts[rank] if other is not part]
         self.turns.pause(rank)
 
@@ -112,6 +118,7 @@ class World:
             if part.has_to_be_waited_for and part.writes_on(group, tensors):
                 self.turns.wait(rank, part)
                 part.deliver()
+                part.hear(self.happened)
 
     def is_there(self, rank: int, part: Part) -> bool:
         """Whether a rank has what it gets; lets others run before the answer is no.
@@ -140,6 +147,7 @@ class World:
         except UnlikeCalls as error:
             self.turns.stop(str(error))
             raise RanksStopped(str(error)) from None
+        exchange.clocks[rank] = self.happened.clock(rank)
         if exchange.results is not None:
             self.record.collectives.append(exchange.collective())
         part = Part(exchange, rank)
