@@ -710,6 +710,51 @@ def norm_of_a_part(rank: int, is_right: bool) -> None:
         optimizer.step()
 
 
+class Copied(torch.autograd.Function):
+    """What all ranks have, before a layer of which each has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
+        whole: torch.Tensor = gradients[0].clone()
+        dist.all_reduce(whole)
+        return whole
+
+
+class Added(torch.autograd.Function):
+    """The sum of the results of all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        whole = x.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
+        part: torch.Tensor = gradients[0]
+        return part
+
+
+@pair("gradient-is-partial")
+def gradient_of_the_input_is_not_added(rank: int, is_right: bool) -> None:
+    begin()
+    first, last = nn.Linear(4, 6).to(DEVICE), nn.Linear(6, 1).to(DEVICE)
+    up = nn.Parameter(torch.randn(8, 6).chunk(RANKS)[rank].to(DEVICE))
+    bias = nn.Parameter(torch.zeros(8).chunk(RANKS)[rank].to(DEVICE))  # of a part: alike at the beginning
+    down = nn.Parameter(torch.randn(6, 8).chunk(RANKS, 1)[rank].contiguous().to(DEVICE))
+    optimizer = torch.optim.SGD([*first.parameters(), up, bias, down, *last.parameters()], lr=0.01)
+    for rows in rows_of(0):
+        hidden = torch.tanh(first(rows))
+        part = torch.relu((Copied.apply(hidden) if is_right else hidden) @ up.T + bias) @ down.T
+        optimizer.zero_grad()
+        last(hidden + Added.apply(part)).square().mean().backward()
+        optimizer.step()
+
+
 # Schedules and averages
 
 

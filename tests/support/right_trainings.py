@@ -258,6 +258,15 @@ def batch_norm_of_many_places(rank: int) -> None:
 
 
 @in_ranks
+def ranks_with_other_heads_train_alone(rank: int) -> None:
+    begin()
+    model = make_model()
+    torch.manual_seed(rank)
+    model.append(nn.Linear(1, 1).to(DEVICE))
+    fit(model, sgd(model), rows_of(rank))
+
+
+@in_ranks
 def limit_is_scaled_as_well(rank: int) -> None:
     scaled_training(rank, False, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5 * 2.0**12))
 
