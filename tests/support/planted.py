@@ -5,6 +5,7 @@ Each takes its rank and whether it `is_right`. They differ in a line or two.
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, random_split
@@ -628,6 +631,166 @@ def keys_are_gathered_into_one_tensor(rank: int, is_right: bool) -> None:
 
 def contrast(keys: torch.Tensor, whole: torch.Tensor, rank: int) -> torch.Tensor:
     return F.cross_entropy(keys @ whole.T / 0.1, torch.arange(len(keys), device=DEVICE) + rank * len(keys))
+
+
+@pair("mean-of-means")
+def sum_of_a_mask_is_of_the_rank(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 1).to(DEVICE))
+    optimizer = sgd(model)
+    for rows in rows_of(rank, rows=8):
+        mask = (torch.arange(8, device=DEVICE) < (3 if rank else 7)).float()
+        count = mask.sum()
+        if is_right:
+            dist.all_reduce(count, op=dist.ReduceOp.AVG)
+        optimizer.zero_grad()
+        ((model(rows).square().flatten() * mask).sum() / count).backward()
+        optimizer.step()
+
+
+@pair("mean-of-means")
+def hits_of_several_batches_are_divided(rank: int, is_right: bool) -> None:
+    begin()
+    hits, count = torch.zeros((), device=DEVICE), 0
+    for batch in torch.randn(2, 4).to(DEVICE)[: 2 - rank]:
+        hits += (batch > 0).sum()
+        count += len(batch)
+    if is_right:
+        both = torch.stack([hits, torch.tensor(float(count), device=DEVICE)])
+        dist.all_reduce(both)
+        print((both[0] / both[1]).item())
+    else:
+        accuracy = hits / count
+        dist.all_reduce(accuracy)
+        print((accuracy / RANKS).item())
+
+
+# Clipping
+
+
+@pair("clipped-while-scaled")
+def norm_of_scaled_gradients(rank: int, is_right: bool) -> None:
+    scaled_training(rank, is_right, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+@pair("clipped-while-scaled")
+def values_of_scaled_gradients(rank: int, is_right: bool) -> None:
+    scaled_training(rank, is_right, lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.5))
+
+
+def scaled_training(rank: int, is_unscaled: bool, clip: Callable[[nn.Module], Any]) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        scaler.scale(model(rows).square().mean()).backward()
+        if is_unscaled:
+            scaler.unscale_(optimizer)
+        clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pair("shards-scaled-apart")
+def norm_of_a_part(rank: int, is_right: bool) -> None:
+    begin()
+    model = make_model()
+    fully_shard(model, mesh=init_device_mesh(DEVICE, (RANKS,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        gradients: Any = [parameter.grad for parameter in model.parameters()]
+        with torch.no_grad():
+            parts = [gradient.to_local() for gradient in gradients]
+            squared = torch.stack([part.square().sum() for part in parts]).sum()
+            if is_right:
+                dist.all_reduce(squared)
+            for part in parts:
+                part.mul_(0.1 / squared.sqrt())
+        optimizer.step()
+
+
+class Copied(torch.autograd.Function):
+    """What all ranks have, before a layer of which each has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
+        whole: torch.Tensor = gradients[0].clone()
+        dist.all_reduce(whole)
+        return whole
+
+
+class Added(torch.autograd.Function):
+    """The sum of the results of all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        whole = x.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
+        part: torch.Tensor = gradients[0]
+        return part
+
+
+@pair("gradient-is-partial")
+def gradient_of_the_input_is_not_added(rank: int, is_right: bool) -> None:
+    begin()
+    first, last = nn.Linear(4, 6).to(DEVICE), nn.Linear(6, 1).to(DEVICE)
+    up = nn.Parameter(torch.randn(8, 6).chunk(RANKS)[rank].to(DEVICE))
+    bias = nn.Parameter(torch.zeros(8).chunk(RANKS)[rank].to(DEVICE))  # of a part: alike at the beginning
+    down = nn.Parameter(torch.randn(6, 8).chunk(RANKS, 1)[rank].contiguous().to(DEVICE))
+    optimizer = torch.optim.SGD([*first.parameters(), up, bias, down, *last.parameters()], lr=0.01)
+    for rows in rows_of(0):
+        hidden = torch.tanh(first(rows))
+        part = torch.relu((Copied.apply(hidden) if is_right else hidden) @ up.T + bias) @ down.T
+        optimizer.zero_grad()
+        last(hidden + Added.apply(part)).square().mean().backward()
+        optimizer.step()
+
+
+# Schedules and averages
+
+
+@pair("schedule-of-all-ranks")
+def schedule_is_of_all_batches(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer, rows = sgd(model, 0.01), data()
+    sampler: Any = DistributedSampler(rows)
+    loader = DataLoader(rows, batch_size=4, sampler=sampler)
+    steps = len(loader) if is_right else len(rows) // 4
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2 * steps)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for (batch,) in loader:
+            fit(model, optimizer, iter([batch.to(DEVICE)]))
+            schedule.step()
+
+
+@pair("statistics-not-averaged", has_ranks=False)
+def average_has_no_statistics(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model(nn.BatchNorm1d(8))
+    average = copy.deepcopy(model).eval().requires_grad_(False)
+    optimizer = sgd(model)
+    for rows in rows_of(rank, rows=32):
+        fit(model, optimizer, iter([rows]))
+        for mine, its in zip(average.parameters(), model.parameters(), strict=True):
+            mine.lerp_(its.detach(), 0.1)
+        for mine, its in zip(average.buffers(), model.buffers(), strict=True):
+            if is_right:
+                mine.copy_(its)
+    with torch.no_grad():
+        average(next(rows_of(1)))
 
 
 if __name__ == "__main__":  # as a script: its name, and `bad` or `good`

@@ -19,7 +19,20 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from planted import DEVICE, RANKS, begin, contrast, data, fit, make_model, name_of_a_file, rows_of, sgd, wrapped
+from planted import (
+    DEVICE,
+    RANKS,
+    begin,
+    contrast,
+    data,
+    fit,
+    make_model,
+    name_of_a_file,
+    rows_of,
+    scaled_training,
+    sgd,
+    wrapped,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TorchScript, which optimizers of several processes use, is deprecated
@@ -250,6 +263,93 @@ def a_parameter_is_unused(rank: int) -> None:
     model.register_parameter("unused", nn.Parameter(torch.ones(3, device=DEVICE)))
     whole = wrapped(model, find_unused_parameters=True)
     fit(whole, sgd(whole), rows_of(rank))
+
+
+@in_ranks
+def batch_norm_of_many_places(rank: int) -> None:
+    begin()
+    model = wrapped(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 1)).to(DEVICE))
+    images = (rows.view(-1, 1, 2, 4).repeat(1, 1, 2, 1) for rows in rows_of(rank, rows=16))
+    fit(model, sgd(model), images)
+
+
+@in_ranks
+def ranks_with_other_heads_train_alone(rank: int) -> None:
+    begin()
+    model = make_model()
+    torch.manual_seed(rank)
+    model.append(nn.Linear(1, 1).to(DEVICE))
+    fit(model, sgd(model), rows_of(rank))
+
+
+@in_ranks
+def limit_is_scaled_as_well(rank: int) -> None:
+    scaled_training(rank, False, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5 * 2.0**12))
+
+
+@in_ranks
+def norm_of_scaled_gradients_is_only_asked_for(rank: int) -> None:
+    scaled_training(rank, False, lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
+
+
+@in_ranks
+def gradients_are_unscaled_by_hand(rank: int) -> None:
+    def clip(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(2.0**12)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2.0**12)
+
+    scaled_training(rank, False, clip)
+
+
+@in_ranks
+def training_stops_in_the_middle_of_a_schedule(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer, rows = sgd(model, 0.01), data()
+    sampler: Any = DistributedSampler(rows)
+    loader = DataLoader(rows, batch_size=4, sampler=sampler)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4 * len(loader))
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for step, (batch,) in enumerate(loader):
+            if epoch == 2 and step == 1:
+                return
+            fit(model, optimizer, iter([batch.to(DEVICE)]))
+            schedule.step()
+
+
+@in_ranks
+def last_sum_is_over_fewer_rows(rank: int) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 1).to(DEVICE))
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank, rows=8)):
+        mine = rows[:5] if step == 2 and rank else rows
+        optimizer.zero_grad()
+        (model(mine).square().sum() / len(mine)).backward()
+        optimizer.step()
+
+
+@in_ranks
+def hits_of_equal_shares_are_averaged(rank: int) -> None:
+    begin()
+    hits = torch.tensor(3.0 + rank, device=DEVICE)
+    accuracy = hits / 8
+    dist.all_reduce(accuracy)
+
+
+@alone
+def batch_norm_of_a_new_model_is_evaluated() -> None:
+    torch.manual_seed(0)
+    model, other = make_model(nn.BatchNorm1d(8)), make_model(nn.BatchNorm1d(8))
+    fit(model, sgd(model), rows_of(0, rows=32))
+    with torch.no_grad():
+        other.eval()(next(rows_of(1)))
 
 
 @in_ranks

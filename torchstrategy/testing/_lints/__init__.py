@@ -13,12 +13,16 @@ replicas         weights that differ between ranks
 rows             rows that several ranks get, or none
 streams          data sets without numbers of rows (`IterableDataset`) that give all ranks the same rows
 batch_norm       batch norm with the statistics of one rank
+averages         averages that lack the statistics of batch norm
 scales           losses that are divided too often or not at all
 means            means of means over different numbers
 gathered         tensors that lose their gradients when they are gathered
 waits            tensors that are used before the program has waited for them
 files            files that one rank writes and another reads, in no order
 generators       random numbers that are alike on ranks
+clipping         gradients that are clipped while they are scaled
+schedules        schedules that count the batches of all ranks
+shards           parts of gradients that ranks scale apart
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

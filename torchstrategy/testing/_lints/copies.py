@@ -108,6 +108,9 @@ class Copies:
     steps: Counter[int] = field(default_factory=Counter)
     parted: Parted | None = None
     is_over: bool = False  # nothing more is to be compared
+    began_alike: bool = False
+    began_apart: bool = False
+    late: Parted | None = None  # of a guess: since the first step, by gradients that differ
     _waiting: dict[float, dict[int, Snapshot]] = field(default_factory=dict)
     _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # those that differ, until the end
     _is_rounded: bool = False
@@ -143,6 +146,7 @@ class Copies:
         if not names:
             # Copies that come together again are trained apart on purpose, as by averaging each few steps.
             self.is_over = self.parted is not None and self.parted.names[0] in first.values
+            self.began_alike = self.began_alike or (step == 0 and all(map(_is_drawn, first.values.values())))
             return
         if self.is_a_guess:
             self._guess(step, there, names)
@@ -164,6 +168,12 @@ class Copies:
         """Other weights have other gradients: if these are alike, somebody has reduced them."""
         if step == 0:
             self._beginning = there
+            self.began_apart = any(map(_is_drawn, there[self.ranks[0]].values.values()))
+        elif step == 1 and self.began_alike:
+            first = there[self.ranks[0]]
+            others = [rank for rank in self.ranks[1:] if _have_other_gradients(first, there[rank], names[0])]
+            if others and all(one.gradients.get(names[0]) is not None for one in there.values()):
+                self.late = Parted(1, names, others, True, there)
         elif self._beginning and self.parted is None:
             prints = [there[rank].gradients.get(name) for rank in self.ranks for name in names]
             first = prints[0]
@@ -178,6 +188,11 @@ class Copies:
 
 
 _MOST_KEPT, _MOST_WAITING = 8, 64  # a rank that waits for nobody may be far ahead
+
+
+def _is_drawn(value: Fingerprint | None) -> bool:
+    """Whether the numbers of a tensor differ, as random ones do: all zeros say nothing of what ranks are to share."""
+    return value is not None and len(set(value.sample)) > 2
 
 
 def _are_unlike(first: Snapshot, other: Snapshot, name: str) -> bool:

@@ -41,6 +41,7 @@ class Backward:
         terms: Of what the loss is made.
         is_plain: Whether it had no gradient of the caller's, and did not keep its graph for another call.
         changed: The parameters, by id, whose gradients it has changed.
+        scale: By what mixed precision has multiplied the loss; None if by nothing.
     """
 
     place: Place
@@ -48,6 +49,7 @@ class Backward:
     terms: Sequence[Term]
     is_plain: bool
     changed: set[int]
+    scale: float | None = None
 
 
 @final

@@ -38,6 +38,12 @@ class Lint:
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         """`backward` is called."""
 
+    def went_back(self, facts: Facts) -> None:
+        """`backward` is over."""
+
+    def scheduled(self, facts: Facts, scheduler: Any) -> None:
+        """A schedule of the learning rate was made, or has made a step."""
+
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is going to make a step."""
 

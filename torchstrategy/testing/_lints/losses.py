@@ -9,7 +9,7 @@ import torch
 from torchstrategy.testing._lints.fingerprints import number_of
 
 _MOST_NODES, _MOST_NODES_OF_LEAVES = 200, 20_000
-_MEAN = 1  # torch's number for the reduction "mean"
+_MEAN, _SUM = 1, 2  # torch's numbers for reductions
 # What changes no number.
 _PASSED = (
     "ToCopyBackward",
@@ -32,12 +32,14 @@ class Term(NamedTuple):
         over: Over how many numbers it is a mean; None if it is none, or nobody knows.
         is_mean: Whether it is a mean.
         divisors: The numbers by which it was divided.
+        summed: Over how many numbers it is a sum; None if it is none.
     """
 
     factor: float
     over: float | None
     is_mean: bool
     divisors: tuple[float, ...]
+    summed: float | None = None
 
 
 def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
@@ -78,6 +80,14 @@ def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
     return found
 
 
+def is_scaled(loss: torch.Tensor, scale: float | None) -> bool:
+    """Whether the last thing that was done to a loss is to multiply it by the scale of mixed precision."""
+    node = loss.grad_fn
+    if scale is None or scale == 1 or node is None or not node.name().startswith("MulBackward"):
+        return False
+    return _number_at(node) == scale
+
+
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """The parameters that a loss depends on; of a large graph, some."""
     waiting: list[Any] = [loss.grad_fn]
@@ -113,7 +123,11 @@ def _number_at(node: Any) -> float | None:
 def _end(node: Any, name: str, factor: float, divisors: tuple[float, ...]) -> Term:
     if name.startswith("MeanBackward"):
         return Term(factor, _numbers_in(getattr(node, "_saved_self_sym_sizes", None)), True, divisors)
+    if name.startswith("SumBackward"):
+        return Term(factor, None, False, divisors, _numbers_in(getattr(node, "_saved_self_sym_sizes", None)))
     reduction = getattr(node, "_saved_reduction", None)
+    if reduction == _SUM:
+        return Term(factor, None, False, divisors, _size_of_target(node))
     if reduction != _MEAN:
         return Term(factor, None, False, divisors)
     try:
@@ -124,6 +138,14 @@ def _end(node: Any, name: str, factor: float, divisors: tuple[float, ...]) -> Te
     if name.startswith("NllLoss"):
         return Term(factor, number_of(total) if weight is None and total is not None else None, True, divisors)
     return Term(factor, None if target is None else float(target.numel()), True, divisors)
+
+
+def _size_of_target(node: Any) -> float | None:
+    try:
+        target = getattr(node, "_saved_target", None)
+    except RuntimeError:  # it is freed
+        return None
+    return float(target.numel()) if isinstance(target, torch.Tensor) else None
 
 
 def _numbers_in(sizes: Any) -> float | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.facts import Backward, Facts, Model
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, number_of
 from torchstrategy.testing._lints.known import Known
@@ -19,7 +19,7 @@ from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.scales import accumulated, factor_of, factor_of_gradients
 from torchstrategy.testing._ranks.witnesses import Told
 
-_MOST_NUMBERS, _MOST_STEPS = 1000, 10_000
+_MOST_NUMBERS, _MOST_STEPS, _MATTERS = 1000, 10_000, 0.05
 _aten = torch.ops.aten
 Counts = tuple[float | None, ...]
 
@@ -48,6 +48,8 @@ class Means(Lint):
         self._read: dict[int, dict[float, float]] = defaultdict(dict)  # counts by the number that a rank has read
         self._metrics: dict[Hashable, dict[int, _Brought]] = defaultdict(dict)
         self._losses: dict[int, dict[int, _Brought]] = defaultdict(dict)  # by step and rank
+        self._sums: dict[int, dict[int, _Brought]] = defaultdict(dict)  # losses that are a sum, divided by a number
+        self._called_with: dict[int, int] = {}  # how many rows a model was called with last, by rank
         self._accumulated: dict[Place, list[Counts]] = defaultdict(list)
 
     @override
@@ -80,6 +82,7 @@ class Means(Lint):
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         calls = [call for call in facts.backwards if call.is_plain]
+        self._steps_with_a_sum(facts, calls)
         several = accumulated(calls) or calls
         factor, micro = factor_of(several) if several else None, len(several)
         if factor is None or abs(factor * micro - 1) > 1e-6 or factor_of_gradients(facts, several) is None:
@@ -93,10 +96,35 @@ class Means(Lint):
         if len(ranks) > 1:
             self._losses[facts.steps][facts.rank] = _Brought(counts, place, ranks)
 
+    def _steps_with_a_sum(self, facts: Facts, calls: Sequence[Backward]) -> None:
+        """Notes by how many numbers a rank has divided a sum to have a mean: the loss of one call of `backward`."""
+        ranks, rows = facts.companions(), self._called_with.pop(facts.rank, None)
+        if len(calls) != 1 or len(ranks) < 2 or facts.steps >= _MOST_STEPS or rows == 1:
+            return
+        sums = [term for term in calls[0].terms if term.summed is not None and term.divisors]
+        counts = tuple(term.divisors[-1] for term in sums)
+        # A mean of the rank: it was divided by a count of what was added, and by nothing else.
+        are_means = all(abs(term.factor * term.divisors[-1] - 1) <= 1e-6 for term in sums)
+        are_counts = all(
+            count.is_integer() and 1 < count <= term.summed
+            for count, term in zip(counts, sums, strict=True)
+            if term.summed is not None
+        )
+        factor = factor_of_gradients(facts, calls)
+        if sums and are_means and are_counts and factor is not None and factor in (1, 1 / len(ranks)):
+            self._sums[facts.steps][facts.rank] = _Brought(counts, calls[0].place, ranks)
+
+    @override
+    def calls(self, facts: Facts, model: Model, args: Sequence[Any]) -> None:
+        rows = next((arg.shape[0] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 0), None)
+        if rows is not None:
+            self._called_with[facts.rank] = rows
+
     @override
     def findings(self) -> list[Finding | None]:
         metrics = self._uneven(list(self._metrics.values()))
         losses = self._uneven(list(self._losses.values()))
+        losses += self._uneven(list(self._sums.values()), _are_apart)
         found = [_of_metric(*case) for case in metrics] + [_of_loss(*case) for case in losses]
         for place, steps in self._accumulated.items():
             uneven = [counts for counts in steps if len(set(counts)) > 1]
@@ -104,7 +132,9 @@ class Means(Lint):
                 found.append(_of_accumulation(uneven[0], place))
         return found
 
-    def _uneven(self, brought: list[dict[int, _Brought]]) -> list[tuple[dict[int, _Brought], int, int]]:
+    def _uneven(
+        self, brought: list[dict[int, _Brought]], are_uneven: Callable[[dict[int, _Brought]], bool] | None = None
+    ) -> list[tuple[dict[int, _Brought], int, int]]:
         """Those places where most means were over different numbers; the last batch of an epoch is one of many."""
         by_place: dict[Place, list[dict[int, _Brought]]] = defaultdict(list)
         for by_rank in brought:
@@ -113,7 +143,7 @@ class Means(Lint):
                 by_place[first.place].append(by_rank)
         cases = []
         for those in by_place.values():
-            uneven = [by_rank for by_rank in those if len({one.counts for one in by_rank.values()}) > 1]
+            uneven = list(filter(are_uneven or _differ, those))
             if uneven and 2 * len(uneven) >= len(those):
                 cases.append((uneven[0], len(uneven), len(those)))
         return cases
@@ -147,14 +177,17 @@ class Means(Lint):
 
     def _is_divided(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         known = self._known[facts.rank]
-        mean = known.get(args[0])
-        if mean is None or result.numel() != 1:
+        if result.numel() != 1:
             return
-        if mean.is_mean:
+        mean, by = known.get(args[0]), args[1]
+        if mean is None and (facts.size < 2 or result.requires_grad or not _counts_hits(args[0])):
+            return
+        if mean is not None and mean.is_mean:
             known.put(result, mean)
             return
-        by = args[1]
         count = number_of(by) if isinstance(by, torch.Tensor) else float(by)
+        if mean is None and (count is None or not _is_share(args[0], count)):
+            return
         if count is not None:
             known.put(result, _Mean(count, True))
 
@@ -181,6 +214,28 @@ class Means(Lint):
 
 def _rounded(number: float) -> float:
     return float(np.float32(number))
+
+
+def _counts_hits(tensor: Any) -> bool:
+    """Whether something may be a number of hits that was counted in several batches."""
+    return isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and can_be_read(tensor)
+
+
+def _is_share(hits: torch.Tensor, count: float) -> bool:
+    """Whether a whole number is divided by a larger one, as hits by rows are."""
+    number = number_of(hits)
+    return number is not None and number.is_integer() and count.is_integer() and count > 1 and 0 <= number <= count
+
+
+def _differ(by_rank: dict[int, _Brought]) -> bool:
+    return len({one.counts for one in by_rank.values()}) > 1
+
+
+def _are_apart(by_rank: dict[int, _Brought]) -> bool:
+    """Whether ranks have brought means over numbers that differ so much that it matters."""
+    of_term = zip(*(one.counts for one in by_rank.values()), strict=False)
+    known = [[count for count in counts if count is not None] for counts in of_term]
+    return any(counts and max(counts) - min(counts) > _MATTERS * max(counts) for counts in known)
 
 
 def _of_rank(by_rank: dict[int, _Brought]) -> str:

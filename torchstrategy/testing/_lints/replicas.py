@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.copies import Copies, Named, Parted, snapshot
 from torchstrategy.testing._lints.facts import Facts, Model, address_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
-from torchstrategy.testing._lints.fingerprints import can_be_read
+from torchstrategy.testing._lints.fingerprints import can_be_read, number_of
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names, is_persistent
@@ -51,6 +52,7 @@ class Replicas(Lint):
             weakref.WeakKeyDictionary
         )
         self._has_parts = False
+        self._losses: dict[int, float | None] = {}  # of the first backward of a rank
 
     @override
     def made(self, facts: Facts, model: Model) -> None:
@@ -70,6 +72,11 @@ class Replicas(Lint):
             key = ("told", told.key, index)
             shared = _Shared(weakref.ref(tensor.untyped_storage()), tensor.numel(), key, tuple(told.ranks), facts.steps)
             self._shared[facts.rank, address_of(tensor)] = shared
+
+    @override
+    def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
+        if facts.size > 1 and facts.rank not in self._losses:
+            self._losses[facts.rank] = number_of(losses[0]) if len(losses) == 1 else None
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -103,7 +110,38 @@ class Replicas(Lint):
         wrong = self._of_a_wrong_group([members for members in grouped.values() if members[0][1].step == 0])
         if wrong is not None:
             return [finding("reduced-over-wrong-group", *wrong)]
-        return [self._finding(members) for members in grouped.values()]
+        return [self._finding(members) for members in grouped.values()] + self._partial()
+
+    def _partial(self) -> list[Finding | None]:
+        """Gradients of parameters that all ranks have, of a model whose other parameters are parts.
+
+        The loss of the first step says that: it is the same to the bit, though ranks have other weights.
+        """
+        guesses = [copies for copies in self._copies.values() if copies.is_a_guess]
+        losses = set(self._losses.values())
+        has_parts = any(copies.began_apart for copies in guesses)
+        if not has_parts or self._has_parts or len(losses) != 1 or len(self._losses) < 2:
+            return []
+        loss = losses.pop()
+        if loss is None or not math.isfinite(loss) or loss.is_integer():  # a constant is alike without a reason
+            return []
+        late = [(copies, copies.late) for copies in guesses if copies.late is not None and not copies.is_over]
+        if not late:
+            return []
+        names = [_name_of(_tensor(parted, ""), its.key[-1]) for its, parted in late]
+        copies, parted = late[0]
+        places = list(dict.fromkeys(taken.place for taken in parted.snapshots.values()))
+        return [
+            finding(
+                "gradient-is-partial",
+                f"In step 1, ranks {_listed([copies.ranks[0], *parted.ranks])} have called the optimizer "
+                f"({in_words(places)}) with gradients that differ for parameters that were alike: {some(names)}. Their "
+                "losses were alike to the bit, with parts of other weights on each rank.",
+                "Add the gradient of the input of a layer that is divided, in backward: a function whose forward "
+                "returns its input, and whose backward does `dist.all_reduce(gradient)`.",
+                places,
+            )
+        ]
 
     def _of_a_wrong_group(self, groups: list[list[tuple[Copies, Parted]]]) -> tuple[str, str, list[Place]] | None:
         """What to say if other ranks have the same weights than those whose gradients are reduced together."""
@@ -135,7 +173,9 @@ class Replicas(Lint):
         for position, parameter in enumerate(parameters_of(optimizer)):
             owner, copies = self._owners.get((facts.rank, id(parameter)), (None, None))
             if copies is None or owner is None or owner() is not parameter or copies.is_a_guess:
-                copies = self._shared_copies(facts, parameter)
+                guess, copies = copies, self._shared_copies(facts, parameter)
+                if guess is not None and copies is not None:
+                    guess.late = None  # the program makes them alike, only later
             if copies is None:
                 alone.append((position, parameter))
             else:
@@ -292,10 +332,10 @@ def _members_of(model: weakref.ref[Any]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if name not in ignored and can_be_read(tensor)}
 
 
-def _name_of(parameter: torch.Tensor | None) -> str:
+def _name_of(parameter: torch.Tensor | None, shape_of_gone: tuple[int, ...] = ()) -> str:
     """The name of a parameter in the largest module that has it."""
     if parameter is None:
-        return "a parameter"
+        return f"a parameter of {'x'.join(map(str, shape_of_gone))}" if shape_of_gone else "a parameter"
     names = []
     for thing in gc.get_objects():
         if issubclass(type(thing), nn.Module):

@@ -10,19 +10,23 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from torchstrategy.testing._lints.averages import Averages
 from torchstrategy.testing._lints.batch_norm import FewStatistics
+from torchstrategy.testing._lints.clipping import Clipping
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
 from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.lint import Lint, Seen
-from torchstrategy.testing._lints.losses import leaves_of, terms_of
+from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
 from torchstrategy.testing._lints.means import Means
 from torchstrategy.testing._lints.places import way_here
 from torchstrategy.testing._lints.replicas import Replicas
 from torchstrategy.testing._lints.rows import Rows
 from torchstrategy.testing._lints.scales import Scales
+from torchstrategy.testing._lints.schedules import Schedules
+from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._lints.waits import Waits
 from torchstrategy.testing._ranks.happened import Happened
@@ -49,12 +53,16 @@ class Session:
             Rows(),
             Streams(),
             FewStatistics(),
+            Averages(),
             Scales(),
             Means(),
             self._gathered,
             Generators(),
             self._waits,
             self._files,
+            Clipping(),
+            Schedules(),
+            Shards(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
@@ -155,7 +163,8 @@ class Session:
         terms = terms_of(losses[0], facts.scale) if len(losses) == 1 else []
         self._gradients_before[rank] = _gradients(facts)
         way = way_here()
-        return Backward(way[0], way, terms, is_plain and len(losses) == 1, set())
+        scale = facts.scale if any(is_scaled(loss, facts.scale) for loss in losses) else None
+        return Backward(way[0], way, terms, is_plain and len(losses) == 1, set(), scale)
 
     def went_back(self, rank: int, call: Backward) -> None:
         """It is over."""
@@ -167,6 +176,13 @@ class Session:
         facts.gradients = {own: address for own, (address, _) in after.items()}
         facts.addresses = set(facts.gradients.values())
         facts.factors = {}
+        for lint in self._lints:
+            lint.went_back(facts)
+
+    def scheduled(self, rank: int, scheduler: Any) -> None:
+        """A schedule of the learning rate was made, or has made a step."""
+        for lint in self._lints:
+            lint.scheduled(self.facts(rank), scheduler)
 
     def zeroed(self, rank: int) -> None:
         """Gradients are set to zero."""

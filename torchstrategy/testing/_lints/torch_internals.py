@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -36,6 +37,14 @@ def scale_of(scaler: Any) -> torch.Tensor | None:
     """The tensor by which a `GradScaler` multiplies losses; `get_scale` would wait for the device."""
     found: torch.Tensor | None = getattr(scaler, "_scale", None)
     return found
+
+
+def part_of(gradient: Any) -> torch.Tensor | None:
+    """The part of a sharded gradient that this rank has, without an operator; None of one that is not sharded."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none
+    if gradient is None or tensors is None or not isinstance(gradient, tensors.DTensor):
+        return None
+    return gradient._local_tensor if any(placement.is_shard() for placement in gradient.placements) else None
 
 
 def is_subset(dataset: Any) -> bool:

@@ -109,6 +109,7 @@ class Watch:
         devices: list[Any] = [torch.cuda, torch.accelerator]
         devices += [] if device is None else [device, device.Stream, device.Event]
         waits = [(owner, "synchronize") for owner in devices]
+        schedule: Any = torch.optim.lr_scheduler.LRScheduler
         optimizer, module, wrapped = torch.optim.Optimizer, torch.nn.Module, DistributedDataParallel
         return [
             *[(owner, name, self._after(getattr(owner, name), self._synchronized)) for owner, name in waits],
@@ -118,6 +119,7 @@ class Watch:
             (optimizer, "__init__", self._after(optimizer.__init__, self._has_optimizer)),
             (optimizer, "zero_grad", self._before(optimizer.zero_grad, self._zeroed)),
             (module, "zero_grad", self._before(module.zero_grad, self._zeroed)),
+            (schedule, "step", self._after(schedule.step, self._scheduled)),
             (scaler, "scale", self._after(scaler.scale, self._scaled)),
             (DataLoader, "__iter__", self._iterating(DataLoader.__iter__)),
             (LoaderIterator, "__next__", self._getting(LoaderIterator.__next__)),
@@ -195,6 +197,9 @@ class Watch:
         session, scale = self.session(), scale_of(scaler)
         if session is not None and scale is not None:
             session.facts(current_rank()).scale = number_of(scale)
+
+    def _scheduled(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        self._tell("scheduled", scheduler)
 
     def _backward(self, backward: Method) -> Method:
         @functools.wraps(backward)

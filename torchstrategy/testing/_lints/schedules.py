@@ -1,0 +1,137 @@
+"""Schedules of the learning rate that count the batches of all ranks, where each rank has a part of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.places import Place, here
+
+_HORIZONS = ("T_max", "total_steps", "total_iters")
+_ENOUGH = 2  # epochs: a trial of one epoch, of two that are meant, is no mistake
+
+
+@final
+@dataclass
+class _Schedule:
+    place: Place
+    kind: str
+    name: str
+    horizon: int
+    steps: int = 0
+
+
+@final
+@dataclass
+class _Epochs:
+    """The epochs in which a rank has trained.
+
+    Attributes:
+        sizes: For each: how many rows its data set has, how many a batch, and how many batches and rows were drawn.
+        drawn: The same of the one that has begun; None if there is none.
+        is_training: Whether a step was made in that one.
+        is_cut: Whether some epoch was left before its end.
+    """
+
+    sizes: list[tuple[int, int, int, int]] = field(default_factory=list)
+    drawn: tuple[int, int, int, int] | None = None
+    is_training: bool = False
+    is_cut: bool = False
+
+
+@final
+class Schedules(Lint):
+    """Compares how long a schedule is with how many steps a rank has made, when it has trained to the end."""
+
+    def __init__(self) -> None:
+        self._schedules: dict[int, weakref.WeakKeyDictionary[Any, _Schedule]] = defaultdict(weakref.WeakKeyDictionary)
+        self._in_order: dict[int, list[_Schedule]] = defaultdict(list)
+        self._epochs: dict[int, _Epochs] = defaultdict(_Epochs)
+        self._ranks: dict[int, int] = {}
+
+    @override
+    def scheduled(self, facts: Facts, scheduler: Any) -> None:
+        known = self._schedules[facts.rank]
+        if scheduler not in known:
+            name = next((name for name in _HORIZONS if isinstance(getattr(scheduler, name, None), int)), None)
+            if name is None or facts.size < 2:
+                return
+            known[scheduler] = _Schedule(here(), type(scheduler).__name__, name, getattr(scheduler, name))
+            self._in_order[facts.rank].append(known[scheduler])
+        known[scheduler].steps = scheduler.last_epoch
+
+    @override
+    def opened(self, facts: Facts, loader: Any) -> None:
+        epochs = self._epochs[facts.rank]
+        epochs.is_cut = epochs.is_cut or (epochs.is_training and epochs.drawn is not None)
+        epochs.drawn, epochs.is_training = None, False
+        batch = getattr(loader.batch_sampler, "batch_size", None)
+        try:
+            size = len(loader.dataset)
+        except (TypeError, NotImplementedError):
+            return
+        if isinstance(batch, int):
+            epochs.drawn = size, batch, 0, 0
+
+    @override
+    def drew(self, facts: Facts, loader: Any, rows: Any) -> None:
+        epochs = self._epochs[facts.rank]
+        if epochs.drawn is None:
+            return
+        if rows is not None:
+            size, batch, batches, drawn = epochs.drawn
+            epochs.drawn = size, batch, batches + 1, drawn + (len(rows) if isinstance(rows, (list, tuple)) else 1)
+        else:
+            if epochs.is_training:
+                epochs.sizes.append(epochs.drawn)
+            epochs.drawn, epochs.is_training = None, False
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        self._epochs[facts.rank].is_training = True
+        self._ranks[facts.rank] = max(len(facts.companions()), self._ranks.get(facts.rank, 1))
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        rank = min(self._in_order, default=0)
+        epochs, ranks = self._epochs[rank], self._ranks.get(rank, 1)
+        is_cut = epochs.is_cut or (epochs.is_training and epochs.drawn is not None)
+        if is_cut or ranks < 2 or len(epochs.sizes) < _ENOUGH or len(set(epochs.sizes)) > 1:
+            return []
+        size, batch, batches, rows = epochs.sizes[0]
+        if abs(rows * ranks - size) >= batch * ranks:  # its sampler does not divide the rows
+            return []
+        those = [one for one in self._in_order[rank] if _is_of_all(one, len(epochs.sizes), size, batch, batches)]
+        return [_finding(one, len(epochs.sizes), -(-size // batch), batches, ranks) for one in those]
+
+
+def _is_of_all(schedule: _Schedule, epochs: int, size: int, batch: int, batches: int) -> bool:
+    """Whether it is as long as all epochs were if one rank had all rows, and was used for those of this rank."""
+    if schedule.steps < 1 or schedule.steps % epochs or schedule.horizon <= schedule.steps:
+        return False
+    every = max(1, round(batches / (schedule.steps // epochs)))  # batches in a step
+    if schedule.steps // epochs not in (batches // every, -(-batches // every)):
+        return False
+    whole = (size // batch, -(-size // batch))
+    of_epoch = {number // every for number in whole} | {-(-number // every) for number in whole}
+    counts = {epochs * number for number in of_epoch} | {epochs * number // every for number in whole}
+    return batches < min(whole) and schedule.horizon in counts
+
+
+def _finding(schedule: _Schedule, epochs: int, whole: int, batches: int, ranks: int) -> Finding | None:
+    return finding(
+        "schedule-of-all-ranks",
+        f"The {schedule.kind} that is made at {schedule.place} has {schedule.name}={schedule.horizon}, which is for "
+        f"{epochs} epochs of all {whole} batches, and each of {ranks} ranks has {batches} of them: training ended "
+        f"after {schedule.steps} of its {schedule.horizon} steps.",
+        "Count with the loader of a rank, `epochs * len(loader)`, and not with `len(dataset)`.",
+        [schedule.place],
+    )

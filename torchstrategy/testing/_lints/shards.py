@@ -1,0 +1,117 @@
+"""Gradients whose parts ranks multiply by numbers that differ, as by clipping with the norm of a part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts, address_of, parameters_of
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.fingerprints import number_of, numbers_of
+from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.places import Place, here, in_words
+from torchstrategy.testing._lints.torch_internals import part_of
+
+_MOST_STEPS, _CLOSE = 1000, 1e-3
+_aten = torch.ops.aten
+
+
+@final
+@dataclass
+class _Factor:
+    """By what the part of a gradient was multiplied last, and where; None if nobody knows."""
+
+    number: float | None
+    place: Place
+
+
+@final
+class Shards(Lint):
+    """Notes by what each rank multiplies its parts of gradients between `backward` and the step."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, dict[int, _Factor | None]] = defaultdict(dict)  # by rank and address
+        self._steps: dict[tuple[Any, ...], dict[int, _Factor]] = defaultdict(dict)
+
+    @override
+    def operators(self) -> dict[Any, Seen]:
+        divides = [_aten.div_.Tensor, _aten._foreach_div_.Tensor]
+        multiplies = [_aten.mul_.Tensor, _aten._foreach_mul_.Tensor, _aten.mul_.Scalar, _aten._foreach_mul_.Scalar]
+        return {op: self._divides for op in divides} | {op: self._multiplies for op in multiplies}
+
+    @override
+    def went_back(self, facts: Facts) -> None:
+        self._parts[facts.rank] = {}
+        if facts.size > 1:
+            for parameter in facts.parameters():
+                part = part_of(parameter.grad)
+                if part is not None and (address := address_of(part)):
+                    self._parts[facts.rank][address] = None
+
+    @override
+    def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        parts = self._parts.get(facts.rank)
+        if parts and facts.steps < _MOST_STEPS and any(parts.values()):
+            for position, parameter in enumerate(parameters_of(optimizer)):
+                part = part_of(parameter.grad)
+                factor = parts.get(address_of(part)) if part is not None else None
+                if factor is not None:
+                    gradient: Any = parameter.grad
+                    ranks = tuple(numbers_of(gradient.device_mesh.mesh).flatten().tolist())
+                    self._steps[facts.steps, ranks, tuple(parameter.shape), position][facts.rank] = factor
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        found: dict[tuple[Place, ...], tuple[int, dict[int, float], list[Place]]] = {}
+        for key, by_rank in self._steps.items():
+            factors = dict(sorted(by_rank.items()))
+            numbers = {rank: factor.number for rank, factor in factors.items() if factor.number is not None}
+            if len(numbers) < max(2, len(key[1])):
+                continue
+            size = max(map(abs, numbers.values()))
+            if max(numbers.values()) - min(numbers.values()) > _CLOSE * size:
+                places = list(dict.fromkeys(factor.place for factor in factors.values()))
+                found.setdefault(tuple(places), (key[0] + 1, numbers, places))
+        return [_finding(*one) for one in found.values()]
+
+    def _divides(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        self._note(facts, args, is_division=True)
+
+    def _multiplies(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        self._note(facts, args, is_division=False)
+
+    def _note(self, facts: Facts, args: Sequence[Any], is_division: bool) -> None:
+        parts = self._parts.get(facts.rank)
+        if not parts:
+            return
+        written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+        addresses = [address for tensor in written if (address := address_of(tensor)) in parts]
+        if not addresses:
+            return
+        by = args[1]
+        number = number_of(by) if isinstance(by, torch.Tensor) else float(by) if isinstance(by, (int, float)) else None
+        if number is not None and is_division:
+            number = 1 / number if number else None
+        place = here()
+        for address in addresses:
+            before = parts[address]
+            if before is not None:
+                number = None if number is None or before.number is None else number * before.number
+            parts[address] = _Factor(number, place)
+
+
+def _finding(step: int, numbers: dict[int, float], places: list[Place]) -> Finding | None:
+    shown = ", ".join(f"{number:.4g} on rank {rank}" for rank, number in list(numbers.items())[:2])
+    return finding(
+        "shards-scaled-apart",
+        f"In step {step}, ranks multiply their parts of the same gradients at {in_words(places)} by numbers that "
+        f"differ: {shown}.",
+        "Add the squares of the norms of all parts, `dist.all_reduce(squared)`, before you take the root, or clip with "
+        "`torch.nn.utils.clip_grad_norm_`, which knows of parts.",
+        places,
+    )
