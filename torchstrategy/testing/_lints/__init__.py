@@ -17,6 +17,9 @@ scales           losses that are divided too often or not at all
 means            means of means over different numbers
 gathered         tensors that lose their gradients when they are gathered
 generators       random numbers that are alike on ranks
+orphans          optimizers whose parameters nobody trains
+process_groups   process groups that ranks make with other members
+schedulers       schedules that count micro-batches
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests
