@@ -23,6 +23,9 @@ generators       random numbers that are alike on ranks
 clipping         gradients that are clipped while they are scaled
 schedules        schedules that count the batches of all ranks
 shards           parts of gradients that ranks scale apart
+orphans          optimizers whose parameters nobody trains
+process_groups   process groups that ranks make with other members
+schedulers       schedules that count micro-batches
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

@@ -35,6 +35,15 @@ class Lint:
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         """A rank comes to a collective."""
 
+    def groups(self, facts: Facts, ranks: Sequence[int] | None) -> None:
+        """`dist.new_group` is called, and all ranks have to call it; None: with all ranks."""
+
+    def has_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was made."""
+
+    def schedules(self, facts: Facts, scheduler: Any) -> None:
+        """A scheduler of learning rates is stepped."""
+
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         """`backward` is called."""
 

@@ -21,12 +21,15 @@ from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
 from torchstrategy.testing._lints.means import Means
+from torchstrategy.testing._lints.orphans import Orphans
 from torchstrategy.testing._lints.places import way_here
+from torchstrategy.testing._lints.process_groups import ProcessGroups
 from torchstrategy.testing._lints.replicas import Replicas
 from torchstrategy.testing._lints.rows import Rows
 from torchstrategy.testing._lints.scales import Scales
 from torchstrategy.testing._lints.schedules import Schedules
 from torchstrategy.testing._lints.shards import Shards
+from torchstrategy.testing._lints.schedulers import Schedulers
 from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._lints.waits import Waits
 from torchstrategy.testing._ranks.happened import Happened
@@ -63,6 +66,9 @@ class Session:
             Clipping(),
             Schedules(),
             Shards(),
+            Orphans(),
+            ProcessGroups(),
+            Schedulers(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
@@ -152,6 +158,21 @@ class Session:
             self._files.looks(happened, rank, file)
         else:
             self._files.uses(happened, rank, file, what == "writes")
+    def groups(self, rank: int, ranks: Sequence[int] | None) -> None:
+        """A rank makes a process group, which all have to make."""
+        for lint in self._lints:
+            lint.groups(self.facts(rank), ranks)
+
+    def has_optimizer(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was made."""
+        self.facts(rank).optimizers.add(optimizer)
+        for lint in self._lints:
+            lint.has_optimizer(self.facts(rank), optimizer)
+
+    def schedules(self, rank: int, scheduler: Any) -> None:
+        """A scheduler of learning rates is stepped."""
+        for lint in self._lints:
+            lint.schedules(self.facts(rank), scheduler)
 
     def goes_back(self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool) -> Backward:
         """`backward` is called; returns what `went_back` is given."""

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -120,6 +122,9 @@ class Watch:
             (optimizer, "zero_grad", self._before(optimizer.zero_grad, self._zeroed)),
             (module, "zero_grad", self._before(module.zero_grad, self._zeroed)),
             (schedule, "step", self._after(schedule.step, self._scheduled)),
+            (LRScheduler, "step", self._before(LRScheduler.step, self._schedules)),
+            (dist, "new_group", self._before(dist.new_group, self._groups)),
+            (dist.distributed_c10d, "new_group", self._before(dist.distributed_c10d.new_group, self._groups)),
             (scaler, "scale", self._after(scaler.scale, self._scaled)),
             (DataLoader, "__iter__", self._iterating(DataLoader.__iter__)),
             (LoaderIterator, "__next__", self._getting(LoaderIterator.__next__)),
@@ -189,9 +194,16 @@ class Watch:
         self._tell("zeroed")
 
     def _has_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        session = self.session()
-        if session is not None:
-            session.facts(current_rank()).optimizers.add(optimizer)
+        self._tell("has_optimizer", optimizer)
+
+    def _schedules(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        self._tell("schedules", scheduler)
+
+    def _groups(self, *args: Any, **kwargs: Any) -> None:
+        ranks = args[0] if args else kwargs.get("ranks")
+        is_local = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization", False)
+        if not is_local:  # all ranks have to make the call, and not only the members
+            self._tell("groups", None if ranks is None else list(ranks))
 
     def _scaled(self, scaler: Any, *_: Any, **__: Any) -> None:
         session, scale = self.session(), scale_of(scaler)

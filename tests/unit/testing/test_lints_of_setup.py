@@ -1,0 +1,214 @@
+"""Lints of what a program sets up: its optimizer, its process groups and its schedule. Right twins are left alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
+
+from torchstrategy.testing import Finding, lint_training, run_ranks
+
+RANKS = 2
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Detected call of:UserWarning"
+)  # torch's, of a schedule by micro-batches
+
+
+def findings_of(program: Callable[[], object]) -> list[Finding]:
+    with lint_training(check=False) as record:
+        program()
+    return record.findings
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
+    for _ in range(steps):
+        model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# Optimizers
+
+
+def shard(is_right: bool) -> None:
+    dist.init_process_group("gloo")
+    model = make_model()
+    early = sgd(model)
+    fully_shard(model)
+    torch.manual_seed(1 + dist.get_rank())
+    fit(model, sgd(model) if is_right else early)
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_an_optimizer_made_before_the_model_is_sharded(is_right: bool) -> None:
+    found = findings_of(lambda: run_ranks(lambda rank: shard(is_right), RANKS))
+    if is_right:
+        assert found == []
+        return
+    (finding,) = found
+    assert finding.name == "optimizer-of-other-parameters" and len(finding.lines) == 2
+    assert "has made 4 steps" in finding.says and "none of its 4 parameters" in finding.says
+
+
+def test_an_optimizer_of_a_model_that_was_copied() -> None:
+    def program() -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        fit(copy.deepcopy(model), optimizer)
+
+    (finding,) = findings_of(program)
+    assert finding.name == "optimizer-of-other-parameters"
+
+
+def test_two_steps_without_gradients_are_left_alone() -> None:
+    assert findings_of(lambda: fit(make_model(), sgd(make_model()), steps=2)) == []
+
+
+def test_an_optimizer_of_a_part_that_waits_is_left_alone() -> None:
+    def program() -> None:
+        first, second = make_model(), make_model()
+        optimizers = [sgd(first), sgd(second)]
+        for _ in range(4):
+            first(torch.randn(6, 4)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert findings_of(program) == []
+
+
+# Process groups
+
+
+def make_groups(rank: int, is_right: bool) -> None:
+    dist.init_process_group("gloo")
+    if is_right:
+        for member in range(RANKS):
+            dist.new_group([member])
+    else:
+        dist.new_group([rank])
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_groups_of_other_ranks(is_right: bool) -> None:
+    found = findings_of(lambda: run_ranks(lambda rank: make_groups(rank, is_right), RANKS))
+    assert [finding.name for finding in found] == ([] if is_right else ["groups-differ"])
+    if found:
+        assert "the ranks [0] on rank 0" in found[0].says and "[1] on rank 1" in found[0].says
+
+
+def test_groups_that_only_their_members_make_are_left_alone() -> None:
+    def program(rank: int) -> None:
+        dist.init_process_group("gloo")
+        dist.new_group([rank], use_local_synchronization=True)
+        dist.new_group([1, 0] if rank else [0, 1])
+
+    assert findings_of(lambda: run_ranks(program, RANKS)) == []
+
+
+# Schedules
+
+
+def accumulate(schedule: Callable[[torch.optim.Optimizer], LRScheduler], each: bool, repeats: int = 1) -> None:
+    """Six steps of four micro-batches each. The schedule is stepped after each micro-batch, or after each step."""
+    model = make_model()
+    optimizer = sgd(model)
+    scheduler = schedule(optimizer)
+    for micro in range(1, 25):
+        (model(torch.randn(6, 4)).square().mean() / 4).backward()
+        if micro % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        for _ in range(repeats if each or micro % 4 == 0 else 0):
+            scheduler.step()
+
+
+def falls_to_zero(steps: int) -> Callable[[torch.optim.Optimizer], LRScheduler]:
+    return lambda optimizer: LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+
+
+def test_a_schedule_that_counts_micro_batches_is_over_early() -> None:
+    (finding,) = findings_of(lambda: accumulate(falls_to_zero(6), each=True))
+    assert finding.name == "scheduler-counts-backwards" and len(finding.lines) == 2
+    assert "4 times" in finding.says and "0 in the last 5 of 6 steps" in finding.says
+
+
+def test_a_schedule_that_counts_steps_is_left_alone() -> None:
+    assert findings_of(lambda: accumulate(falls_to_zero(6), each=False)) == []
+
+
+def test_a_schedule_as_long_as_there_are_micro_batches_is_left_alone() -> None:
+    assert findings_of(lambda: accumulate(falls_to_zero(24), each=True)) == []
+
+
+def test_a_schedule_stepped_for_each_rank_is_left_alone() -> None:
+    assert findings_of(lambda: accumulate(falls_to_zero(6), each=False, repeats=4)) == []
+
+
+def test_several_schedules_in_a_chain_are_left_alone() -> None:
+    def chain(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        return ChainedScheduler([falls_to_zero(6)(optimizer), falls_to_zero(8)(optimizer)])
+
+    assert findings_of(lambda: accumulate(chain, each=False)) == []
+
+
+# Silence
+
+
+SETUPS = {
+    "optimizer-of-other-parameters": """
+import copy, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # COMMENT
+model = copy.deepcopy(model)
+for _ in range(4):
+    model(torch.randn(2, 4)).square().mean().backward()
+    optimizer.step()
+""",
+    "scheduler-counts-backwards": """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 6))
+for micro in range(1, 13):
+    (model(torch.randn(2, 4)).square().mean() / 2).backward()
+    if micro % 2 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+    scheduler.step()  # COMMENT
+""",
+    "groups-differ": """
+import torch.distributed as dist
+from torchstrategy.testing import run_ranks
+def program(rank):
+    dist.init_process_group("gloo")
+    dist.new_group([rank])  # COMMENT
+run_ranks(program, 2)
+""",
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("is_silenced", [False, True])
+def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(SETUPS[name].replace("COMMENT", f"torchstrategy: ignore[{name if is_silenced else 'same-order'}]"))
+    found = findings_of(lambda: exec(compile(file.read_text(), str(file), "exec"), {"__name__": "program"}))
+    assert [finding.name for finding in found] == ([] if is_silenced else [name])

@@ -1,0 +1,129 @@
+"""Optimizers whose parameters are no longer those of the model that is trained."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts, parameters_of
+from torchstrategy.testing._lints.findings import Finding, finding, some
+from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.places import Place, here, in_words
+
+_ENOUGH_STEPS = 3  # one or two steps without a gradient can be on purpose, as where a part is trained later
+
+
+@final
+@dataclass
+class _Seen:
+    """What is known of an optimizer.
+
+    Attributes:
+        made_at: Where it was made.
+        steps_at: Where it made its last step.
+        steps: How many steps it has made, each after a `backward`.
+        names: Parameters that were trained in the place of its own, by name.
+        count: How many parameters it has.
+        has_gradients: Whether a parameter of it had a gradient, in any step.
+    """
+
+    made_at: Place
+    steps_at: Place | None = None
+    steps: int = 0
+    names: list[str] = field(default_factory=list)
+    count: int = 0
+    has_gradients: bool = False
+
+
+@final
+class Orphans(Lint):
+    """Looks for optimizers without any gradient, while parameters that no optimizer has get some."""
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._all: list[_Seen] = []
+        self._went_back: set[int] = set()  # the ranks that have called `backward` since their last step
+
+    @override
+    def has_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self._seen:
+            self._seen[optimizer] = _Seen(here())
+            self._all.append(self._seen[optimizer])
+
+    @override
+    def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
+        self._went_back.add(facts.rank)
+
+    @override
+    def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        seen = self._seen.get(optimizer)
+        if seen is None:
+            return
+        _look_for_gradients(seen, optimizer)
+        if seen.has_gradients or facts.rank not in self._went_back:
+            return
+        seen.steps += 1
+        seen.steps_at = here()
+        if seen.steps == _ENOUGH_STEPS:
+            seen.count = len(parameters_of(optimizer))
+            seen.names = self._trained_in_place_of(optimizer)
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        self._went_back.discard(facts.rank)
+        seen = self._seen.get(optimizer)
+        if seen is not None:  # a closure makes gradients only in the step
+            _look_for_gradients(seen, optimizer)
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        found: list[Finding | None] = []
+        for seen in self._all:
+            if seen.has_gradients or not seen.names or seen.steps_at is None:
+                continue
+            places = [seen.made_at, seen.steps_at]
+            found.append(
+                finding(
+                    "optimizer-of-other-parameters",
+                    f"The optimizer that is made at {seen.made_at} has made {seen.steps} steps "
+                    f"({in_words([seen.steps_at])}), and none of its {seen.count} parameters ever had a gradient. "
+                    f"Parameters of the same shapes that no optimizer has got the gradients: {some(seen.names)}.",
+                    "Make the optimizer last, from `model.parameters()`: after `fully_shard`, and after modules are "
+                    "copied or replaced.",
+                    places,
+                )
+            )
+        return found
+
+    def _trained_in_place_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Parameters of modules with gradients and of no optimizer; none if they are not like those of this one."""
+        owned = {id(parameter) for each in list(self._seen) for parameter in parameters_of(each)}
+        wanted = Counter(tuple(parameter.shape) for parameter in parameters_of(optimizer))
+        names: dict[int, str] = {}
+        there: dict[int, torch.Tensor] = {}
+        for thing in gc.get_objects():
+            if not issubclass(type(thing), nn.Module):
+                continue
+            for name, parameter in thing.named_parameters():
+                if parameter.grad is None or id(parameter) in owned:
+                    continue
+                there[id(parameter)] = parameter
+                names[id(parameter)] = max(names.get(id(parameter), ""), name, key=len)
+        shapes = Counter(tuple(parameter.shape) for parameter in there.values())
+        alike = sum((wanted & shapes).values())
+        if 2 * alike < sum(wanted.values()) or not alike:
+            return []
+        return list(dict.fromkeys(names[own] for own, one in there.items() if tuple(one.shape) in wanted))
+
+
+def _look_for_gradients(seen: _Seen, optimizer: torch.optim.Optimizer) -> None:
+    if not seen.has_gradients:
+        seen.has_gradients = any(parameter.grad is not None for parameter in parameters_of(optimizer))
