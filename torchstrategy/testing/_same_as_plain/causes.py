@@ -298,7 +298,8 @@ def _coupled_rows(problem: Problem, mismatch: Mismatch) -> Iterator[str]:
             "With the same rows in every replica the two agree: so the loss is not a mean in which each row counts the "
             "same. It leaves rows out or weighs them (ignored targets, masks, class weights), or compares rows with "
             "each other (contrastive losses, a mean or standard deviation over rows, which in a replica is that of its "
-            f"own rows).{count} Say how much each replica counts, if it is a mean over what can be counted: RunOptions(examples=lambda batch: ...). Or divide by the count of the "
+            f"own rows).{count} Say how much each replica counts, if it is a mean over what can be counted: "
+            "RunOptions(examples=lambda batch: ...). Or divide by the count of the "
             "whole batch, brought together with get_replica_context().all_reduce('sum', count), and run with "
             "RunOptions(gradient_reduction='sum')."
         )

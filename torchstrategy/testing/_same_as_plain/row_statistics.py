@@ -96,7 +96,8 @@ class RowStatistics:
                 theirs = [calls[key] for _, calls in sorted(replicas.items()) if key in calls]
                 if len(theirs) != len(replicas) or not _reduces_the_same_rows(call, theirs):
                     continue
-                if not call.needs_gradient or key.function in _OF_ROWS:
+                # A scalar with a gradient may be the loss itself, or a part of it: there other causes are looked for.
+                if not call.needs_gradient or (call.result.dim() and key.function in _OF_ROWS):
                     found[key.place] = found.get(key.place, False) or call.needs_gradient
         return found
 
