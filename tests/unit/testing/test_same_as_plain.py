@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -278,7 +279,7 @@ def test_a_tensor_left_on_another_device_is_named(words: str) -> None:
     assert "register_buffer" in said
 
 
-def test_the_error_of_the_device_is_the_cause_of_the_failure() -> None:
+def test_the_error_of_the_device_is_in_the_message_once() -> None:
     error = RuntimeError("Expected all tensors to be on the same device, but found sim:0 and sim:1")
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
@@ -287,7 +288,8 @@ def test_the_error_of_the_device_is_the_cause_of_the_failure() -> None:
 
     with pytest.raises(AssertionError, match="replica 0 of 2") as caught:
         assert_same_as_plain(step, mlp, sgd, BATCHES, central(2))
-    assert caught.value.__cause__ is error
+    assert str(caught.value).count(str(error)) == 1
+    assert caught.value.__suppress_context__
 
 
 def test_a_step_that_is_fit_for_no_other_device_is_told_so_too() -> None:
@@ -552,11 +554,10 @@ def test_an_error_in_one_order_only_is_found() -> None:
 
 
 def test_state_outside_of_the_model_is_found() -> None:
-    steps: list[None] = []
+    steps = itertools.count(1)  # which cannot be put back
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        steps.append(None)
-        return squares(model, batch) * len(steps)
+        return squares(model, batch) * next(steps)
 
     said = failure(trained_by(loss))
     assert "Two trainings in plain PyTorch differ as well: `step` keeps state outside of the model" in said

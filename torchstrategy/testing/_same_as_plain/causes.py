@@ -27,10 +27,13 @@ from torchstrategy.testing._same_as_plain.experiments import (
     grows_with_rows,
     in_double,
     in_plain,
+    is_like_rounding,
     mismatch_of,
     pass_through,
+    places_that_matter,
     ratio_of,
     repeated,
+    synchronized_statistics,
     uses_batch_statistics,
 )
 from torchstrategy.testing._same_as_plain.held import words_in
@@ -40,6 +43,13 @@ from torchstrategy.testing._same_as_plain.training import Problem
 _SHOWN = 3  # names in a list
 _CLOSE = 1e-3  # to a ratio
 _ONLY_UPDATE = frozenset({*SECTIONS, "order"}) - {"gradients", "parameters"}  # what is ignored then
+
+
+KEEP_STATE = (
+    "Keep such state in a buffer of the model, or make it in the step. If it is made from rows, as a mean, a standard "
+    "deviation or a moving average is, a buffer alone is not enough: then add up the numbers of all replicas first, "
+    "with get_replica_context().all_reduce('sum', ...), so that every replica keeps the same."
+)
 
 
 class Cause(NamedTuple):
@@ -77,13 +87,13 @@ def _without_replicas(problem: Problem, mismatch: Mismatch) -> Cause | None:
         return None
     return Cause(
         f"Two trainings in plain PyTorch differ as well: {problem.step_name} keeps state outside of the model and the "
-        "optimizer (a counter, a list, a cache), or uses a generator of random numbers that this check "
-        "cannot seed. All replicas share such state. Keep it in a buffer of the model, or make it in the step."
+        "optimizer that this check cannot put back before each training (an iterator, a file, an object of a library), "
+        f"or uses a generator of random numbers that it cannot seed. All replicas share such state. {KEEP_STATE}"
     )
 
 
 def _rounding(problem: Problem, mismatch: Mismatch) -> Cause | None:
-    if not agrees(in_double(problem)):
+    if not is_like_rounding(mismatch, words_in(problem.step)) or not agrees(in_double(problem)):
         return None
     return Cause(
         "Rounding: in float64 the two agree. The model makes more of it than is usual: say how much to allow, as in "
@@ -120,8 +130,8 @@ def _order(problem: Problem, mismatch: Mismatch) -> Cause | None:
     shared = f" It draws from {' and '.join(drawn)}, which is one for all replicas." if drawn else ""
     return Cause(
         f"With the replicas in another order, {problem.step_name} gives another result: replicas share something that "
-        f"it writes and reads (a list, a counter, a cache, a generator).{shared} Keep such state in a buffer of the "
-        "model, or make it in the step. On several accelerators replicas run at the same time, in no order at all."
+        f"it writes and reads (a list, a counter, a cache, a generator).{shared} {KEEP_STATE} "
+        "On several accelerators replicas run at the same time, in no order at all."
     )
 
 
@@ -144,8 +154,9 @@ def _batch_statistics(problem: Problem, mismatch: Mismatch) -> Cause | None:
         return None
     return Cause(
         f"Batch statistics ({_listed(names)} in training mode): each replica normalises by the mean and variance of "
-        "its own rows, one device by those of the whole batch. Use GroupNorm or LayerNorm, put the layers into eval "
-        "mode, or leave such a model out of this comparison.",
+        "its own rows, one device by those of the whole batch. For those of the whole batch, convert the model: "
+        "torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or use GroupNorm or LayerNorm, put the layers "
+        "into eval mode, or leave such a model out of this comparison.",
         edited(problem, pass_through),
     )
 
@@ -217,13 +228,30 @@ def _scale(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 
 def _written_state(problem: Problem, mismatch: Mismatch) -> Cause | None:
-    names = [d.pair.name for d in mismatch.differences if d.pair.section in ("attributes", "buffers")]
+    # A layer that normalises by all rows keeps what it was given. If that is wrong, its statistics are a consequence.
+    passive = [f"the buffer `{name}`" for name in synchronized_statistics(mismatch.models)]
+    written = [d.pair.name for d in mismatch.differences if d.pair.section in ("attributes", "buffers")]
+    names = [name for name in written if name not in passive]
     if not names:
         return None
     return Cause(
         f"State is written in the step: {_listed(names)}. Each replica writes on its own copy, from its own rows; "
         "after the step the first replica's value is kept (of running statistics the mean). Write such state outside "
         "of strategy.run, or bring it together in the step with get_replica_context().all_reduce(...)."
+    )
+
+
+def _row_statistics(problem: Problem, mismatch: Mismatch) -> Cause | None:
+    if len(mismatch.replicas.seen) == 1:
+        return None
+    places = places_that_matter(problem, mismatch)
+    if not places:
+        return None
+    return Cause(
+        f"A statistic of the batch in the step: {' and '.join(map(str, places))}. Each replica computes it from its "
+        "own rows, one device from those of the whole batch. With the numbers of the whole batch there the two agree. "
+        "Add up in all replicas what it is made of, such as the sum and the count of a mean, with "
+        "get_replica_context().all_reduce('sum', ...). Or compute it before the batch is distributed."
     )
 
 
@@ -269,8 +297,9 @@ def _coupled_rows(problem: Problem, mismatch: Mismatch) -> Iterator[str]:
         yield (
             "With the same rows in every replica the two agree: so the loss is not a mean in which each row counts the "
             "same. It leaves rows out or weighs them (ignored targets, masks, class weights), or compares rows with "
-            f"each other (contrastive losses, statistics of the batch).{count} Say how much each replica counts, if it "
-            "is a mean over what can be counted: RunOptions(examples=lambda batch: ...). Or divide by the count of the "
+            "each other (contrastive losses, a mean or standard deviation over rows, which in a replica is that of its "
+            f"own rows).{count} Say how much each replica counts, if it is a mean over what can be counted: "
+            "RunOptions(examples=lambda batch: ...). Or divide by the count of the "
             "whole batch, brought together with get_replica_context().all_reduce('sum', count), and run with "
             "RunOptions(gradient_reduction='sum')."
         )
@@ -288,6 +317,7 @@ _LOOKS: tuple[Callable[[Problem, Mismatch], Cause | None], ...] = (
     _own_count,
     _reduction,
     _written_state,
+    _row_statistics,
     _not_finite,
     _missing_gradients,
     _scale,

@@ -1,4 +1,4 @@
-"""Torch's errors about tensors and generators of another device, and the replica that raised one."""
+"""What an error of a step is about: tensors and generators of another device, or synchronization; and who raised it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ _WORDS = re.compile(
     r"same device|different devices|at least two devices|device type for generator|to (have|be on) .*device",
     re.IGNORECASE,
 )
+_NOT_TOGETHER = "replicas synchronized a different number of times"
 _REPLICA = re.compile(r"raised by replica (\d+) of ")
 
 
 def is_about_devices(error: BaseException) -> bool:
     """Whether torch refused to work on tensors, or with a generator, of another device."""
     return isinstance(error, (RuntimeError, ValueError)) and _WORDS.search(str(error)) is not None
+
+
+def is_about_synchronization(error: BaseException) -> bool:
+    """Whether replicas came to different synchronization points."""
+    return isinstance(error, RuntimeError) and _NOT_TOGETHER in str(error)
 
 
 def replica_of(error: BaseException) -> int | None:

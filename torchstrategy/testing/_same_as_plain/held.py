@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
 import traceback
 import types
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from torchstrategy._base.tree import leaves_with_names
 
 _DEPTH = 3  # how many calls deep functions are looked into
 _LONG = 100  # a list of more items is data, and not a place where a step keeps its tensors
-_NOT_LOOKED_INTO = ("torch", "torchstrategy", "numpy", "builtins")
+NOT_LOOKED_INTO = ("torch", "torchstrategy", "numpy", "builtins")
 
 
 def held_by(fn: object) -> Iterator[tuple[str, Any]]:
@@ -48,8 +49,17 @@ def words_in(fn: object) -> set[str]:
 def words_on_the_way(error: BaseException) -> Iterator[tuple[str, set[str]]]:
     """The names and strings in each of the user's functions that `error` came through, such as a module's `forward`."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_LOOKED_INTO:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in NOT_LOOKED_INTO:
             yield f"`{frame.f_code.co_name}`", _words_of(frame.f_code)
+
+
+def places_on_the_way(error: BaseException) -> Iterator[str]:
+    """The lines of the user's functions that `error` came through, the outermost first."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").split(".")[0] not in NOT_LOOKED_INTO:
+            code = frame.f_code
+            source = linecache.getline(code.co_filename, line).strip()
+            yield f"{code.co_filename}:{line}, in {code.co_name}: {source}"
 
 
 def _words_of(code: types.CodeType) -> set[str]:
@@ -59,7 +69,7 @@ def _words_of(code: types.CodeType) -> set[str]:
 
 def _functions(fn: object, depth: int, seen: set[int]) -> Iterator[Any]:
     """`fn`, the functions inside of it if it is a partial or a method, and the user's functions that it names."""
-    if id(fn) in seen or not callable(fn) or isinstance(fn, (nn.Module, type)) or _is_a_stranger(fn):
+    if id(fn) in seen or not callable(fn) or isinstance(fn, (nn.Module, type)) or is_a_stranger(fn):
         return
     seen.add(id(fn))
     yield fn
@@ -106,16 +116,16 @@ def _within(name: str, value: object) -> Iterator[tuple[str, Any]]:
                 yield from ((f"{module_path}.{n}", p) for n, p in module.named_parameters(recurse=False))
                 yield from ((f"{module_path}.{n}", b) for n, b in module.named_buffers(recurse=False))
                 yield from ((f"{module_path}{n}", held) for n, held in held_plainly(module))
-        elif not _is_a_stranger(leaf) and not callable(leaf):
+        elif not is_a_stranger(leaf) and not callable(leaf):
             yield from ((path, held) for path, _, held in _attributes(name + path, leaf))
 
 
-def _is_a_stranger(value: object) -> bool:
+def is_a_stranger(value: object) -> bool:
     """Whether a value belongs to a library, so that what it holds is not the user's."""
     maker = value if inspect.isroutine(value) else type(value)
     package = (getattr(maker, "__module__", None) or "builtins").split(".")[0]
     is_functools = isinstance(value, functools.partial) or inspect.ismethod(value)
-    return package in _NOT_LOOKED_INTO and not is_functools
+    return package in NOT_LOOKED_INTO and not is_functools
 
 
 def _is_long(value: object) -> bool:

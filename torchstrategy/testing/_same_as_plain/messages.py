@@ -11,10 +11,15 @@ import torch
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.errors import described, plural
 from torchstrategy._base.types import Device
-from torchstrategy.testing._same_as_plain.causes import causes
+from torchstrategy.testing._same_as_plain.causes import KEEP_STATE, causes
 from torchstrategy.testing._same_as_plain.comparison import Mismatch, StepFailed
-from torchstrategy.testing._same_as_plain.device_errors import is_about_devices, replica_of
-from torchstrategy.testing._same_as_plain.held import held_by, words_in, words_on_the_way
+from torchstrategy.testing._same_as_plain.device_errors import (
+    is_about_devices,
+    is_about_synchronization,
+    replica_of,
+)
+from torchstrategy.testing._same_as_plain.experiments import agrees, in_double
+from torchstrategy.testing._same_as_plain.held import held_by, places_on_the_way, words_in, words_on_the_way
 from torchstrategy.testing._same_as_plain.training import Problem
 
 _WIDTH = 100
@@ -49,13 +54,25 @@ def mismatch_text(problem: Problem, mismatch: Mismatch) -> str:
     counts = ", ".join(f"{fraction:.3g}" for fraction in shares.parts)
     lines.append(f"  {plural(problem.num_replicas, 'replica')}; the share of each in the batch: {counts}")
     found = causes(problem, mismatch) or [
-        "not found. Ruled out: random numbers, batch statistics, sum instead of mean, mutated state. Does the loss "
+        "not found. Ruled out: random numbers, layers with batch statistics, sum instead of mean, mutated state. Does "
+        "the step or the model take a mean or a standard deviation over rows? In a replica it is that of its own rows: "
+        "add up sums and counts with get_replica_context().all_reduce('sum', ...). Does the loss "
         "compare rows with each other, as contrastive losses with negatives from the batch and ranking losses do? "
         "A replica has its own rows only: bring those of all together with "
         "get_replica_context().all_gather(rows, axis=0), and count labels from this replica's first row on. If not, "
-        "look at what the step does with the number of rows."
+        f"look at what the step does with the number of rows.{_in_double(problem)}"
     ]
     return "\n".join([*lines, *(_filled(f"Cause: {text}") for text in found)])
+
+
+def _in_double(problem: Problem) -> str:
+    """What to add if float64 makes a difference that is not one of rounding."""
+    if not agrees(in_double(problem)):
+        return ""
+    return (
+        " In float64 the two agree, but the difference is too large for rounding in float32: look also for what "
+        "depends on the dtype, and for steps in a function, as of a comparison, round or argmax."
+    )
 
 
 def failure_text(problem: Problem, failure: StepFailed) -> str | None:
@@ -66,10 +83,30 @@ def failure_text(problem: Problem, failure: StepFailed) -> str | None:
             f"{where}, {problem.step_name} raised when the replicas ran in the order {failure.order}, and not in their "
             f"own: {described(failure.error)}\n"
         ) + _filled(
-            "Cause: replicas share something that it writes and reads (a list, a counter, a cache). Keep such state in "
-            "a buffer of the model, or make it in the step."
+            f"Cause: replicas share something that it writes and reads (a list, a counter, a cache). {KEEP_STATE}"
         )
+    if is_about_synchronization(failure.error):
+        return _synchronization_text(problem, where, failure)
     return _devices_text(problem, where, failure) if is_about_devices(failure.error) else None
+
+
+def _synchronization_text(problem: Problem, where: str, failure: StepFailed) -> str:
+    cause = (
+        f"Cause: {problem.step_name} decides by something that is not the same in all replicas whether, or how often, "
+        "it comes to a synchronization point: such as the loss of a replica's own rows, in `if loss < limit: "
+        "optimizer.step()`, or the number of its rows. Let all replicas decide by one value: "
+        "get_replica_context().all_reduce('mean', loss), or a sum and a count that are added up so."
+    )
+    return "\n".join(
+        [f"{where}, replicas decided differently, and plain PyTorch took the step:", _filled(cause), *_raised(failure)]
+    )
+
+
+def _raised(failure: StepFailed) -> Iterator[str]:
+    """The error in one line, and the lines of the user's own code that it came through."""
+    yield _filled(f"  {described(failure.error).splitlines()[0]}")
+    for place in places_on_the_way(failure.error):
+        yield f"    {place}"
 
 
 def _devices_text(problem: Problem, where: str, failure: StepFailed) -> str:
@@ -89,8 +126,8 @@ def _devices_text(problem: Problem, where: str, failure: StepFailed) -> str:
     return "\n".join(
         [
             f"{where}, {who} met another device; {plain}:",
-            f"  {described(failure.error).splitlines()[0]}",
             _filled(f"Cause: {'; '.join(found)}. {' '.join(dict.fromkeys(found.values()))}"),
+            *_raised(failure),
         ]
     )
 

@@ -1,8 +1,8 @@
 """The random numbers and tensors that several trainings share, kept apart for each of them.
 
 A step draws random numbers from torch's default generators, Python's and numpy's, and from generators that the step
-itself holds. It may also write on tensors that it holds. The state of all of these is exchanged between trainings, so
-that each training goes on as if it were the only one.
+itself holds. It may also write on tensors that it holds, and keep other values in globals, containers and attributes.
+The state of all of these is exchanged between trainings, so that each training goes on as if it were the only one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torchstrategy._copies.references.step_references import find_references
 from torchstrategy._copies.run_warnings import shared_tensors
 from torchstrategy._group.random_streams import generators_of
 from torchstrategy.testing._same_as_plain.held import held_by
+from torchstrategy.testing._same_as_plain.kept_state import KeptState, State
 
 
 @final
@@ -50,7 +51,7 @@ class Sources:
     """All generators from which a step may draw, and all tensors outside of models on which it may write.
 
     Args:
-        functions: The functions that may hold some: the step, and those that make models and optimizers.
+        functions: The functions that may hold some: first the step, then those that make models and optimizers.
         devices: The devices in use.
     """
 
@@ -69,6 +70,7 @@ class Sources:
         reached = (pair for fn in functions for pair in shared_tensors(find_references(fn), (), ()))
         tensors = {id(tensor): (name, tensor) for name, tensor in reached if _is_plain(tensor)}
         self.all += [_of_tensor(f"`{name}`", tensor) for name, tensor in tensors.values()]
+        self.kept_state = KeptState(functions[0] if functions else None, functions[1:])
 
     def seed(self, seed: int) -> None:
         """Seeds the generators that belong to the process. Those that the step holds keep the user's state."""
@@ -87,11 +89,12 @@ class Sources:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A block after which all sources are as they were before it."""
-        states = self.states()
+        """A block after which all sources, and what the functions keep, are as they were before it."""
+        states, kept = self.states(), self.kept_state.read()
         try:
             yield
         finally:
+            self.kept_state.write(kept)
             self.put(states)
 
 
@@ -107,16 +110,21 @@ class Stream:
     def __init__(self, sources: Sources, states: Sequence[bytes]) -> None:
         self._sources = sources
         self._states = list(states)
+        self._kept: State = sources.kept_state.read()
         self.drawn: list[Source] = []  # the generators from which the last block drew
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """A block that goes on where the last block of this training stopped."""
         before = self._states
+        others = self._sources.kept_state.read()
+        self._sources.kept_state.write(self._kept)
         self._sources.put(before)
         try:
             yield
         finally:
+            self._kept = self._sources.kept_state.read()
+            self._sources.kept_state.write(others)
             self._states = self._sources.states()
             pairs = zip(self._sources.all, before, self._states, strict=True)
             self.drawn = [source for source, old, new in pairs if old != new and source.number is None]

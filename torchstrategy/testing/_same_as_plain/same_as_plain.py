@@ -64,6 +64,9 @@ def assert_same_as_plain(
     largest one. Integers have to be equal, a Python float counts as of torch's default dtype, and NaN is equal to NaN.
     For a step that computes in a lower precision than its parameters have (autocast, TF32), give `rtol`.
 
+    Each training begins with the globals, closure variables, attributes, lists and dicts that the step found, and goes
+    on with what it wrote there itself. Afterwards they are what they were before the check.
+
     An optimizer can make a full step of a rounding error, as Adam does where a gradient is nothing else. So once
     gradients agree, plain PyTorch makes its update from the gradients of the replicas: the trainings do not drift
     apart, and the update itself is compared up to rounding.
@@ -87,7 +90,8 @@ def assert_same_as_plain(
         ignore: Names of the list above that are not to be compared.
 
     Raises:
-        AssertionError: If the two differ, or if the step meets tensors of two devices in a replica.
+        AssertionError: If the two differ, if the step meets tensors of two devices in a replica, or if replicas come to
+            different synchronization points.
         Exception: What the step raises in plain PyTorch; what it raises in replicas only, with a note that says so.
         TypeError: If an argument is of the wrong kind.
         ValueError: If there are no batches, a tolerance is negative, `ignore` has a name that is not above, or
@@ -128,7 +132,8 @@ def assert_same_as_plain(
     if outcome is not None:
         text = failure_text(problem, outcome)
         if text is not None:
-            raise AssertionError(text) from outcome.error
+            # The message has the error already, with the lines of the step that it came through.
+            raise AssertionError(text) from None
         add_note(outcome.error, f"{which(problem, outcome.step)}: plain PyTorch takes this step without an error.")
         raise outcome.error
     _warn_if_all_are_even(problem)

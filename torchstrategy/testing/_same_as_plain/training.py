@@ -41,6 +41,7 @@ from torchstrategy.testing._same_as_plain.record import (
     optimizer_numbers,
     parameters_of,
 )
+from torchstrategy.testing._same_as_plain.row_statistics import RowStatistics
 
 
 @final
@@ -57,6 +58,7 @@ class Problem:
     seed: int
     tolerance: Tolerance
     ignore: frozenset[str]
+    row_statistics: RowStatistics | None = None  # what notes where the step makes one number of its rows
 
     @property
     def device(self) -> Device | None:
@@ -204,7 +206,9 @@ class PlainTraining(Training):
         device = self._problem.device
         with using_device(device):
             batch = batch if device is None else move_to(batch, memory_device(device))
-            sighting = _observed(self._problem.step, self.models, self.optimizers, batch)
+            watch = self._problem.row_statistics
+            with nullcontext() if watch is None else watch.in_plain():
+                sighting = _observed(self._problem.step, self.models, self.optimizers, batch)
         return [sighting], Participants((0,), (1.0,), self._problem.reduction), NOTHING_READ
 
 
@@ -234,7 +238,10 @@ class ReplicaTraining(Training):
         options, extended = problem.options or NO_OPTIONS, problem.strategy.extended
         counts = extended._counts((distributed,), {}, options) if isinstance(extended, ReplicatedExtended) else None
         shares = Participants.of(leaves, problem.num_replicas, options, problem.reduction, counts=counts)
-        step = partial(_noted, notes, problem.step, self.models, self.optimizers)
+        watch = problem.row_statistics
+        if watch is not None:
+            watch.next_step()
+        step = partial(_noted, notes, watch, problem.step, self.models, self.optimizers)
         # What these warn of is compared here anyway.
         with self._in_order(), warnings.catch_warnings():
             for compared in (LossWeightWarning, SharedWriteWarning, ReplicaBufferWarning):
@@ -258,12 +265,18 @@ def _observed(step: Callable[[Any, Any, Any], Tree], models: Tree, optimizers: T
 
 
 def _noted(
-    notes: LossNotes, step: Callable[[Any, Any, Any], Tree], models: Tree, optimizers: Tree, batch: Tree
+    notes: LossNotes,
+    watch: RowStatistics | None,
+    step: Callable[[Any, Any, Any], Tree],
+    models: Tree,
+    optimizers: Tree,
+    batch: Tree,
 ) -> Sighting:
     """Calls the step in a replica, and notes what its losses were divided by."""
     context = current_replica_context()
     assert context is not None
-    with notes.noting(context.replica_id_in_sync_group):
+    replica = context.replica_id_in_sync_group
+    with notes.noting(replica), nullcontext() if watch is None else watch.in_replica(replica):
         return _observed(step, models, optimizers, batch)
 
 
