@@ -170,8 +170,8 @@ class Copies:
             self._beginning = there
             self.began_apart = any(map(_is_drawn, there[self.ranks[0]].values.values()))
         elif step == 1 and self.began_alike:
-            first = there[self.ranks[0]]
-            others = [rank for rank in self.ranks[1:] if _have_other_gradients(first, there[rank], names[0])]
+            mine = there[self.ranks[0]]
+            others = [rank for rank in self.ranks[1:] if _have_other_gradients(mine, there[rank], names[0])]
             if others and all(one.gradients.get(names[0]) is not None for one in there.values()):
                 self.late = Parted(1, names, others, True, there)
         elif self._beginning and self.parted is None:

@@ -27,9 +27,9 @@ from torchstrategy.testing._lints.process_groups import ProcessGroups
 from torchstrategy.testing._lints.replicas import Replicas
 from torchstrategy.testing._lints.rows import Rows
 from torchstrategy.testing._lints.scales import Scales
+from torchstrategy.testing._lints.schedulers import Schedulers
 from torchstrategy.testing._lints.schedules import Schedules
 from torchstrategy.testing._lints.shards import Shards
-from torchstrategy.testing._lints.schedulers import Schedulers
 from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._lints.waits import Waits
 from torchstrategy.testing._ranks.happened import Happened
@@ -158,6 +158,7 @@ class Session:
             self._files.looks(happened, rank, file)
         else:
             self._files.uses(happened, rank, file, what == "writes")
+
     def groups(self, rank: int, ranks: Sequence[int] | None) -> None:
         """A rank makes a process group, which all have to make."""
         for lint in self._lints:

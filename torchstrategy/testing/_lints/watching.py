@@ -111,7 +111,6 @@ class Watch:
         devices: list[Any] = [torch.cuda, torch.accelerator]
         devices += [] if device is None else [device, device.Stream, device.Event]
         waits = [(owner, "synchronize") for owner in devices]
-        schedule: Any = torch.optim.lr_scheduler.LRScheduler
         optimizer, module, wrapped = torch.optim.Optimizer, torch.nn.Module, DistributedDataParallel
         return [
             *[(owner, name, self._after(getattr(owner, name), self._synchronized)) for owner, name in waits],
@@ -121,8 +120,7 @@ class Watch:
             (optimizer, "__init__", self._after(optimizer.__init__, self._has_optimizer)),
             (optimizer, "zero_grad", self._before(optimizer.zero_grad, self._zeroed)),
             (module, "zero_grad", self._before(module.zero_grad, self._zeroed)),
-            (schedule, "step", self._after(schedule.step, self._scheduled)),
-            (LRScheduler, "step", self._before(LRScheduler.step, self._schedules)),
+            (LRScheduler, "step", self._before(self._after(LRScheduler.step, self._scheduled), self._schedules)),
             (dist, "new_group", self._before(dist.new_group, self._groups)),
             (dist.distributed_c10d, "new_group", self._before(dist.distributed_c10d.new_group, self._groups)),
             (scaler, "scale", self._after(scaler.scale, self._scaled)),
