@@ -112,8 +112,9 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"copies", "findings", "losses"},
         {"facts"},
         {"lint"},
-        {"batch_norm", "files", "gathered", "generators", "replicas", "rows", "scales", "streams", "waits"},
-        {"means"},
+        {"batch_norm", "clipping", "files", "gathered", "generators", "orphans", "process_groups", "replicas", "rows"}
+        | {"scales", "schedulers", "schedules", "shards", "streams", "waits"},
+        {"averages", "means"},
         {"session"},
         {"watching"},
         {"lint_training"},
@@ -124,8 +125,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"command"},
     ],
     ("testing", "_same_as_plain"): [
-        {"device_errors", "held", "loss_counts"},
-        {"record"},
+        {"device_errors", "held", "loss_counts", "row_statistics"},
+        {"kept_state", "record"},
         {"difference", "randomness"},
         {"training"},
         {"comparison"},
