@@ -793,11 +793,6 @@ def average_has_no_statistics(rank: int, is_right: bool) -> None:
         average(next(rows_of(1)))
 
 
-if __name__ == "__main__":  # as a script: its name, and `bad` or `good`
-    name, which = os.environ["PLANTED"].split()
-    PAIRS[name].main(int(os.environ.get("LOCAL_RANK", 0)), which == "good")
-
-
 # Memory and files
 
 
@@ -916,3 +911,8 @@ def values_of_sparse_gradients_are_added(rank: int, is_right: bool) -> None:
                 gradient._indices(), averaged, gradient.shape, check_invariants=False
             )
         optimizer.step()
+
+
+if __name__ == "__main__":  # as a script: its name, and `bad` or `good`
+    name, which = os.environ["PLANTED"].split()
+    PAIRS[name].main(int(os.environ.get("LOCAL_RANK", 0)), which == "good")
