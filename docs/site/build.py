@@ -14,6 +14,7 @@ If the environment variable REPOSITORY_URL is set, every page has links to the r
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import re
 import shutil
@@ -151,8 +152,8 @@ def label_cells(table: re.Match[str]) -> str:
 
 
 def version() -> str:
-    (found,) = re.findall(r'^__version__ = "(.+?)"', (ROOT / "torchstrategy" / "__init__.py").read_text(), re.MULTILINE)
-    return str(found)
+    """That of the installed package: the site can be tested where its sources are not."""
+    return importlib.metadata.version("torchstrategy")
 
 
 def settings_of_the_site(versions: bool) -> dict[str, str]:
