@@ -112,8 +112,19 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"copies", "findings", "losses"},
         {"facts"},
         {"lint"},
-        {"batch_norm", "clipping", "files", "gathered", "generators", "orphans", "process_groups", "replicas", "rows"}
-        | {"scales", "schedulers", "schedules", "shards", "streams", "waits"},
+        {
+            "batch_norm",
+            "clipping",
+            "files",
+            "gathered",
+            "generators",
+            "horizons",
+            "orphans",
+            "process_groups",
+            "replicas",
+            "rows",
+        }
+        | {"scales", "schedulers", "shards", "streams", "waits"},
         {"averages", "means"},
         {"session"},
         {"watching"},

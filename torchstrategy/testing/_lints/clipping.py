@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any, NamedTuple, final
 
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, address_of
+from torchstrategy.testing._lints.facts import Facts, addresses_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
-from torchstrategy.testing._lints.places import Place, here
+from torchstrategy.testing._lints.places import CLIPPING, Place, frames_of, here
 
-_CLIPPING = "torch.nn.utils.clip_grad"
 _LIMITS = ("max_norm", "clip_value")  # what its functions call the limit
 _FAR_BELOW = 100  # a limit that the program has multiplied by the scale is not so far below the scale
 _aten = torch.ops.aten
@@ -87,19 +84,13 @@ def _scale(facts: Facts) -> float | None:
 
 
 def _gradients(facts: Facts, written: Any) -> set[int]:
-    tensors = written if isinstance(written, (list, tuple)) else [written]
-    return {address for tensor in tensors if (address := address_of(tensor)) in facts.addresses and address}
+    return facts.addresses.intersection(addresses_of(written)) - {0}
 
 
 def _limit() -> tuple[str, float] | None:
     """To what torch is clipping gradients now; None if it is not."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(12):
-        if frame is None:
-            break
-        if frame.f_globals.get("__name__") == _CLIPPING:
-            for name in _LIMITS:
-                if isinstance(limit := frame.f_locals.get(name), (int, float)):
-                    return name, float(limit)
-        frame = frame.f_back
+    for frame in frames_of(CLIPPING):
+        for name in _LIMITS:
+            if isinstance(limit := frame.f_locals.get(name), (int, float)):
+                return name, float(limit)
     return None

@@ -50,8 +50,7 @@ def snapshot(
     for name, tensor in named.items() if with_gradients else ():
         gradient = tensor.grad if tensor.is_leaf else None
         if gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.sparse_coo:
-            gradients[name], *parts = of_sparse(gradient)
-            sparse[name] = parts[0], parts[1]
+            gradients[name], sparse[name] = of_sparse(gradient)
         elif tensor.is_leaf:
             gradients[name] = fingerprint(gradient)
     return Snapshot(

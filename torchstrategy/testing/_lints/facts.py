@@ -123,3 +123,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def address_of(tensor: Any) -> int:
     """Where the numbers of a tensor are; 0 of none, or of one that has them elsewhere."""
     return tensor.data_ptr() if is_plain(tensor) else 0
+
+
+def addresses_of(written: Any) -> list[int]:
+    """Where the numbers of a tensor are, or of each of several: what an operator gets as its first argument."""
+    return list(map(address_of, written if isinstance(written, (list, tuple)) else [written]))

@@ -111,80 +111,75 @@ class Files(Lint):
 
 Tell = Callable[[str, Any], None]
 """Is told what a program does with a file: `"reads"`, `"writes"`, `"looks"` or `"locks"`."""
+Does = tuple[str, Any] | None
+"""What a call does, and with which file, None for any; or None, if it does nothing with a file by name."""
 
 
 def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
     """What tells of files, in place of functions of Python and torch."""
     serialization: Any = torch.serialization
-    opening, saving = _opening(builtins.open, tell), _saving(serialization.save, tell)
+    opening, saving = _telling(builtins.open, _opens, tell), _telling(serialization.save, _saves, tell)
     values: list[tuple[Any, str, Any]] = [
         (builtins, "open", opening),
         (io, "open", opening),
         (torch, "save", saving),
         (serialization, "save", saving),
-        (os, "replace", _moving(os.replace, tell)),
-        (os, "rename", _moving(os.rename, tell)),
     ]
-    looking: list[tuple[Any, str]] = [
-        *[(os.path, name) for name in ("exists", "isfile", "getmtime", "getsize")],
-        *[(Path, name) for name in ("exists", "is_file", "stat")],
+    calls: list[tuple[Callable[..., Does], Any, list[str]]] = [
+        (_moves, os, ["replace", "rename"]),
+        (_looks, os.path, ["exists", "isfile", "getmtime", "getsize"]),
+        (_looks, Path, ["exists", "is_file", "stat"]),
+        (_lists, os, ["listdir"]),
+        (_lists, glob, ["glob", "iglob"]),
+        (_lists, Path, ["glob", "rglob", "iterdir"]),
     ]
-    listing: list[tuple[Any, str]] = [
-        (os, "listdir"),
-        *[(glob, name) for name in ("glob", "iglob")],
-        *[(Path, name) for name in ("glob", "rglob", "iterdir")],
-    ]
-    values += [(owner, name, _looking(getattr(owner, name), tell)) for owner, name in looking]
-    values += [(owner, name, _before(getattr(owner, name), "looks", tell)) for owner, name in listing]
-    if _FCNTL is None:
-        return values
-    return [*values, *[(_FCNTL, name, _before(getattr(_FCNTL, name), "locks", tell)) for name in ("flock", "lockf")]]
+    if _FCNTL is not None:
+        calls.append((_locks, _FCNTL, ["flock", "lockf"]))
+    for does, owner, names in calls:
+        values += [(owner, name, _telling(getattr(owner, name), does, tell)) for name in names]
+    return values
 
 
-def _opening(method: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def told(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(mode, str) and not isinstance(file, int):
-            tell("locks" if "x" in mode else "reads" if set(mode) <= set("rbtU") else "writes", file)
-        return method(file, mode, *args, **kwargs)
+def _telling(method: Callable[..., Any], does: Callable[..., Does], tell: Tell) -> Callable[..., Any]:
+    """The method, which tells before it is called what it does."""
 
-    return told
-
-
-def _saving(method: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def told(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        tell("writes", f)
-        return method(obj, f, *args, **kwargs)
-
-    return told
-
-
-def _moving(method: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def told(src: Any, dst: Any, **kwargs: Any) -> Any:
-        tell("writes", dst)
-        return method(src, dst, **kwargs)
-
-    return told
-
-
-def _looking(method: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def told(path: Any, *args: Any, **kwargs: Any) -> Any:
-        tell("looks", path)
-        return method(path, *args, **kwargs)
-
-    return told
-
-
-def _before(method: Callable[..., Any], what: str, tell: Tell) -> Callable[..., Any]:
     @functools.wraps(method)
     def told(*args: Any, **kwargs: Any) -> Any:
-        tell(what, None)
+        done = does(*args, **kwargs)
+        if done is not None:
+            tell(*done)
         return method(*args, **kwargs)
 
     return told
+
+
+# What each of these calls does, by its arguments.
+
+
+def _opens(file: Any, mode: Any = "r", *_: Any, **__: Any) -> Does:
+    if not isinstance(mode, str) or isinstance(file, int):
+        return None
+    return "locks" if "x" in mode else "reads" if set(mode) <= set("rbtU") else "writes", file
+
+
+def _saves(obj: Any, f: Any, *_: Any, **__: Any) -> Does:
+    return "writes", f
+
+
+def _moves(src: Any, dst: Any, **_: Any) -> Does:
+    return "writes", dst
+
+
+def _looks(path: Any, *_: Any, **__: Any) -> Does:
+    return "looks", path
+
+
+def _lists(*_: Any, **__: Any) -> Does:
+    return "looks", None
+
+
+def _locks(*_: Any, **__: Any) -> Does:
+    return "locks", None
 
 
 def _path_of(file: Any) -> str | None:

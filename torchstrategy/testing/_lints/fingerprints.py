@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,7 +58,7 @@ def fingerprint(tensor: torch.Tensor | None) -> Fingerprint | None:
     return Fingerprint(tuple(tensor.shape), tensor.dtype, checksum(here), sample)
 
 
-def of_sparse(tensor: torch.Tensor) -> tuple[Fingerprint | None, int, int]:
+def of_sparse(tensor: torch.Tensor) -> tuple[Fingerprint | None, tuple[int, int]]:
     """What is kept of a sparse tensor: of its numbers, whatever their order is, and checksums of indices and values."""
     with torch.no_grad(), unwatched(), without_modes():
         here = on_cpu(tensor.detach()) if is_simulated(tensor) else tensor.detach().cpu()
@@ -66,11 +66,11 @@ def of_sparse(tensor: torch.Tensor) -> tuple[Fingerprint | None, int, int]:
         whole = here.coalesce()
         values = fingerprint(whole.values())
         if values is None:
-            return None, *parts
-        both = zlib.crc32(f"{checksum(whole.indices().contiguous())} {values.checksum}".encode())
-        # Other indices are another tensor, however close the values are.
-        shape = (*tensor.shape, checksum(whole.indices().contiguous()))
-    return Fingerprint(shape, tensor.dtype, both, values.sample), *parts
+            return None, parts
+        indices = checksum(whole.indices().contiguous())
+        both = zlib.crc32(f"{indices} {values.checksum}".encode())
+    # Other indices are another tensor, however close the values are.
+    return Fingerprint((*tensor.shape, indices), tensor.dtype, both, values.sample), parts
 
 
 def checksum(here: torch.Tensor) -> int:
@@ -80,10 +80,12 @@ def checksum(here: torch.Tensor) -> int:
     return zlib.crc32((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
 
 
-def number_of(tensor: torch.Tensor) -> float | None:
-    """The number in a tensor that has one; None if it cannot be read."""
-    if tensor.numel() != 1 or not can_be_read(tensor) or tensor.is_complex():
+def number_of(value: Any) -> float | None:
+    """The number that a value is, or that a tensor has; None if there is none, or it cannot be read."""
+    if not isinstance(value, torch.Tensor):
+        return float(value) if isinstance(value, (int, float)) else None
+    if value.numel() != 1 or not can_be_read(value) or value.is_complex():
         return None
-    here = numbers_of(tensor)
+    here = numbers_of(value)
     with unwatched(), without_modes():
         return float(here.item())

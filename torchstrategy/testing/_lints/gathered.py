@@ -16,7 +16,7 @@ from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read
 from torchstrategy.testing._lints.known import is_plain
-from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.lint import Follower
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._ranks.witnesses import Told
 from torchstrategy.testing._simulation.memory import span
@@ -36,21 +36,12 @@ class _Piece(NamedTuple):
 
 
 @final
-class Gathered(Lint):
+class Gathered(Follower):
     """Follows what a rank gathers of its own tensors that have gradients, until a loss is made of it."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[_Piece]]] = defaultdict(dict)  # by rank and address of a storage
         self._found: dict[Place, tuple[str, Place]] = {}
-
-    def follows(self, facts: Facts) -> bool:
-        """Whether it has to see all operators of a rank now."""
-        return bool(self._pieces.get(facts.rank))
-
-    @property
-    def is_following(self) -> bool:
-        """Whether it has to see all operators of some rank now."""
-        return bool(self._pieces)
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
@@ -62,8 +53,8 @@ class Gathered(Lint):
         if can_be_read(own) and own.numel():
             self._add(facts.rank, own, here(), "x".join(map(str, own.shape)) or "1")
 
+    @override
     def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Sees any operator of a rank."""
         if func is _COPY and self._found_in(facts.rank, args[1]) is None:
             self._overwrite(facts.rank, args[0])
             return

@@ -41,9 +41,6 @@ class Lint:
     def has_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made."""
 
-    def schedules(self, facts: Facts, scheduler: Any) -> None:
-        """A scheduler of learning rates is stepped."""
-
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         """`backward` is called."""
 
@@ -51,7 +48,7 @@ class Lint:
         """`backward` is over."""
 
     def scheduled(self, facts: Facts, scheduler: Any) -> None:
-        """A schedule of the learning rate was made, or has made a step."""
+        """A scheduler of learning rates was made, which steps it once, or was stepped."""
 
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is going to make a step."""
@@ -71,3 +68,22 @@ class Lint:
     def findings(self) -> list[Finding | None]:
         """What it has found, at the end; None of what is silenced."""
         return []
+
+
+class Follower(Lint):
+    """A lint that keeps pieces of memory, and has to see all operators of a rank while it keeps some of it."""
+
+    _pieces: dict[int, Any]  # by rank
+
+    def follows(self, facts: Facts) -> bool:
+        """Whether it has to see all operators of a rank now."""
+        return bool(self._pieces.get(facts.rank))
+
+    @property
+    def is_following(self) -> bool:
+        """Whether it has to see all operators of some rank now."""
+        return bool(self._pieces)
+
+    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Sees any operator of a rank."""
+        raise NotImplementedError

@@ -115,9 +115,7 @@ def _number_at(node: Any) -> float | None:
         value = getattr(node, which, None)
     except RuntimeError:  # it is freed
         return None
-    if isinstance(value, torch.Tensor):
-        return number_of(value)
-    return float(value) if isinstance(value, (int, float)) else None
+    return number_of(value)
 
 
 def _end(node: Any, name: str, factor: float, divisors: tuple[float, ...]) -> Term:

@@ -122,8 +122,8 @@ class Means(Lint):
 
     @override
     def findings(self) -> list[Finding | None]:
-        metrics = self._uneven(list(self._metrics.values()))
-        losses = self._uneven(list(self._losses.values()))
+        metrics = self._uneven(list(self._metrics.values()), _differ)
+        losses = self._uneven(list(self._losses.values()), _differ)
         losses += self._uneven(list(self._sums.values()), _are_apart)
         found = [_of_metric(*case) for case in metrics] + [_of_loss(*case) for case in losses]
         for place, steps in self._accumulated.items():
@@ -133,7 +133,7 @@ class Means(Lint):
         return found
 
     def _uneven(
-        self, brought: list[dict[int, _Brought]], are_uneven: Callable[[dict[int, _Brought]], bool] | None = None
+        self, brought: list[dict[int, _Brought]], are_uneven: Callable[[dict[int, _Brought]], bool]
     ) -> list[tuple[dict[int, _Brought], int, int]]:
         """Those places where most means were over different numbers; the last batch of an epoch is one of many."""
         by_place: dict[Place, list[dict[int, _Brought]]] = defaultdict(list)
@@ -143,7 +143,7 @@ class Means(Lint):
                 by_place[first.place].append(by_rank)
         cases = []
         for those in by_place.values():
-            uneven = list(filter(are_uneven or _differ, those))
+            uneven = list(filter(are_uneven, those))
             if uneven and 2 * len(uneven) >= len(those):
                 cases.append((uneven[0], len(uneven), len(those)))
         return cases
@@ -185,7 +185,7 @@ class Means(Lint):
         if mean is not None and mean.is_mean:
             known.put(result, mean)
             return
-        count = number_of(by) if isinstance(by, torch.Tensor) else float(by)
+        count = number_of(by)
         if mean is None and (count is None or not _is_share(args[0], count)):
             return
         if count is not None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from torchstrategy.testing._ranks.lines import places_of_the_user
 
+CLIPPING = "torch.nn.utils.clip_grad"  # it multiplies gradients by what keeps their norm small
+_NEAR = 15  # from an operator to the function of torch that called it, there are fewer calls
 _COMMENT = re.compile(r"#.*\btorchstrategy:\s*ignore\[([^\]]*)\]")
 
 
@@ -47,6 +51,22 @@ def here() -> Place:
 def way_here() -> tuple[Place, ...]:
     """The lines of the program through which it came here, the innermost first."""
     return tuple(Place(*place) for place in places_of_the_user()) or (Place("", 0),)
+
+
+def frames_of(module: str) -> Iterator[FrameType]:
+    """The calls of functions of a module, among the innermost ones, which an operator comes from."""
+    frame: FrameType | None = sys._getframe()
+    for _ in range(_NEAR):
+        if frame is None:
+            break
+        if frame.f_globals.get("__name__") == module:
+            yield frame
+        frame = frame.f_back
+
+
+def is_within(module: str) -> bool:
+    """Whether an operator comes from a function of a module."""
+    return next(frames_of(module), None) is not None
 
 
 def in_words(places: Iterable[Place]) -> str:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, final
 
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Backward, Facts, address_of
+from torchstrategy.testing._lints.facts import Backward, Facts, address_of, addresses_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.lint import Lint, Seen
-from torchstrategy.testing._lints.places import Place, here
+from torchstrategy.testing._lints.places import CLIPPING, Place, here, is_within
 from torchstrategy.testing._lints.torch_internals import has_hook_of_gradients
 
-_CLIPPING = "torch.nn.utils.clip_grad"  # it multiplies gradients by what keeps their norm small
 _RANKS = re.compile(r"world|rank|gpu|replica|nproc|n_proc", re.IGNORECASE)
 _BINARY = re.compile(r"[/*]=?\s*\(?\s*([A-Za-z_]\w*)")
 _aten = torch.ops.aten
@@ -134,7 +131,7 @@ class Scales(Lint):
         is_number = is_plain(args[0]) and not args[0].dim() and not result.dim()
         if facts.size < 2 or not is_number:
             return
-        number, known = _number(args[1]), self._divided[facts.rank]
+        number, known = number_of(args[1]), self._divided[facts.rank]
         before = known.get(args[0])
         if before is not None:
             known.put(result, before)
@@ -209,12 +206,6 @@ def _twice(number: int, of: str, *places: Place) -> _Case:
     )
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, torch.Tensor):
-        return number_of(value)
-    return float(value) if isinstance(value, (int, float)) else None
-
-
 def _divided(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
     _scaled(facts, args, is_division=True)
 
@@ -224,11 +215,10 @@ def _multiplied(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], resul
 
 
 def _scaled(facts: Facts, args: Sequence[Any], is_division: bool) -> None:
-    written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-    addresses = [address for tensor in written if (address := address_of(tensor)) in facts.addresses]
-    if not facts.addresses or not addresses or _is_clipping():
+    addresses = [address for address in addresses_of(args[0]) if address in facts.addresses]
+    if not addresses or is_within(CLIPPING):
         return
-    number = _number(args[1])
+    number = number_of(args[1])
     for address in addresses:
         before = facts.factors.get(address, 1.0)
         if number is None or before is None or not number:
@@ -240,14 +230,3 @@ def _scaled(facts: Facts, args: Sequence[Any], is_division: bool) -> None:
 def _overwritten(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
     if facts.addresses and (address := address_of(args[0])) in facts.addresses:
         facts.factors[address] = None
-
-
-def _is_clipping() -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(12):
-        if frame is None:
-            break
-        if frame.f_globals.get("__name__") == _CLIPPING:
-            return True
-        frame = frame.f_back
-    return False

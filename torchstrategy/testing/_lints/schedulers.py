@@ -69,7 +69,7 @@ class Schedulers(Lint):
         self._all: list[_Seen] = []
 
     @override
-    def schedules(self, facts: Facts, scheduler: Any) -> None:
+    def scheduled(self, facts: Facts, scheduler: Any) -> None:
         seen = self._by_scheduler.get(scheduler)
         if seen is None:
             seen = _Seen(facts.rank, weakref.ref(scheduler.optimizer), here())

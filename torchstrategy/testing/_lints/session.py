@@ -18,7 +18,8 @@ from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.generators import Generators
-from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.horizons import Horizons
+from torchstrategy.testing._lints.lint import Follower, Lint, Seen
 from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
 from torchstrategy.testing._lints.means import Means
 from torchstrategy.testing._lints.orphans import Orphans
@@ -28,7 +29,6 @@ from torchstrategy.testing._lints.replicas import Replicas
 from torchstrategy.testing._lints.rows import Rows
 from torchstrategy.testing._lints.scales import Scales
 from torchstrategy.testing._lints.schedulers import Schedulers
-from torchstrategy.testing._lints.schedules import Schedules
 from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._lints.waits import Waits
@@ -50,7 +50,8 @@ class Session:
     def __init__(self, size: int) -> None:
         self._size = size
         self._facts: dict[int, Facts] = {}
-        self._gathered, self._waits, self._files = Gathered(), Waits(), Files()
+        gathered, self._waits, self._files = Gathered(), Waits(), Files()
+        self._followers: list[Follower] = [gathered, self._waits]
         self._lints: list[Lint] = [
             Replicas(),
             Rows(),
@@ -59,12 +60,12 @@ class Session:
             Averages(),
             Scales(),
             Means(),
-            self._gathered,
+            gathered,
             Generators(),
             self._waits,
             self._files,
             Clipping(),
-            Schedules(),
+            Horizons(),
             Shards(),
             Orphans(),
             ProcessGroups(),
@@ -90,7 +91,7 @@ class Session:
     @property
     def follows(self) -> bool:
         """Whether it has to be told of all operators now, and not only of `operators`."""
-        return self._gathered.is_following or self._waits.is_following
+        return any(lint.is_following for lint in self._followers)
 
     def operators(self) -> frozenset[Any]:
         """The operators of which it has to be told."""
@@ -98,12 +99,12 @@ class Session:
 
     def operator(self, rank: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """An operator has run."""
+        facts = self.facts(rank)
         for seen in self._seen.get(func, ()):
-            seen(self.facts(rank), args, kwargs, result)
-        if self._gathered.follows(self.facts(rank)):
-            self._gathered.operator(self.facts(rank), func, args, kwargs, result)
-        if self._waits.follows(self.facts(rank)):
-            self._waits.operator(self.facts(rank), func, args, kwargs)
+            seen(facts, args, kwargs, result)
+        for lint in self._followers:
+            if lint.follows(facts):
+                lint.operator(facts, func, args, kwargs, result)
 
     def made(self, rank: int, wrapped: Any) -> None:
         """A model of `DistributedDataParallel` was made."""
@@ -170,11 +171,6 @@ class Session:
         for lint in self._lints:
             lint.has_optimizer(self.facts(rank), optimizer)
 
-    def schedules(self, rank: int, scheduler: Any) -> None:
-        """A scheduler of learning rates is stepped."""
-        for lint in self._lints:
-            lint.schedules(self.facts(rank), scheduler)
-
     def goes_back(self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool) -> Backward:
         """`backward` is called; returns what `went_back` is given."""
         facts = self.facts(rank)
@@ -202,7 +198,7 @@ class Session:
             lint.went_back(facts)
 
     def scheduled(self, rank: int, scheduler: Any) -> None:
-        """A schedule of the learning rate was made, or has made a step."""
+        """A scheduler of learning rates was made, or was stepped."""
         for lint in self._lints:
             lint.scheduled(self.facts(rank), scheduler)
 

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, address_of, parameters_of
+from torchstrategy.testing._lints.facts import Facts, address_of, addresses_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of, numbers_of
 from torchstrategy.testing._lints.lint import Lint, Seen
@@ -89,12 +89,10 @@ class Shards(Lint):
         parts = self._parts.get(facts.rank)
         if not parts:
             return
-        written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-        addresses = [address for tensor in written if (address := address_of(tensor)) in parts]
+        addresses = [address for address in addresses_of(args[0]) if address in parts]
         if not addresses:
             return
-        by = args[1]
-        number = number_of(by) if isinstance(by, torch.Tensor) else float(by) if isinstance(by, (int, float)) else None
+        number = number_of(args[1])
         if number is not None and is_division:
             number = 1 / number if number else None
         place = here()

@@ -13,7 +13,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.known import is_plain
-from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.lint import Follower
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._ranks.tensors import in_words
 from torchstrategy.testing._ranks.witnesses import UnderWay
@@ -40,21 +40,12 @@ class _Piece(NamedTuple):
 
 
 @final
-class Waits(Lint):
+class Waits(Follower):
     """Keeps what is under way between the call of a program and its wait, and sees operators only meanwhile."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, list[_Piece]] = {}  # by rank
         self._found: dict[tuple[Place, Place], str] = {}
-
-    def follows(self, facts: Facts) -> bool:
-        """Whether it has to see all operators of a rank now."""
-        return bool(self._pieces.get(facts.rank))
-
-    @property
-    def is_following(self) -> bool:
-        """Whether it has to see all operators of some rank now."""
-        return bool(self._pieces)
 
     def begins(self, under_way: UnderWay) -> None:
         """A program has called a collective, or sends or receives a message."""
@@ -86,8 +77,8 @@ class Waits(Lint):
         """The program of a rank has waited for its device, with all that was under way."""
         self._pieces.pop(rank, None)
 
-    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Sees any operator of a rank."""
+    @override
+    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         uses = _uses_of(func)
         if uses is None:
             return

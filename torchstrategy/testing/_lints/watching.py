@@ -120,7 +120,7 @@ class Watch:
             (optimizer, "__init__", self._after(optimizer.__init__, self._has_optimizer)),
             (optimizer, "zero_grad", self._before(optimizer.zero_grad, self._zeroed)),
             (module, "zero_grad", self._before(module.zero_grad, self._zeroed)),
-            (LRScheduler, "step", self._before(self._after(LRScheduler.step, self._scheduled), self._schedules)),
+            (LRScheduler, "step", self._after(LRScheduler.step, self._scheduled)),
             (dist, "new_group", self._before(dist.new_group, self._groups)),
             (dist.distributed_c10d, "new_group", self._before(dist.distributed_c10d.new_group, self._groups)),
             (scaler, "scale", self._after(scaler.scale, self._scaled)),
@@ -193,9 +193,6 @@ class Watch:
 
     def _has_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self._tell("has_optimizer", optimizer)
-
-    def _schedules(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        self._tell("schedules", scheduler)
 
     def _groups(self, *args: Any, **kwargs: Any) -> None:
         ranks = args[0] if args else kwargs.get("ranks")

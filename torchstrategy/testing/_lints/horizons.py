@@ -48,7 +48,7 @@ class _Epochs:
 
 
 @final
-class Schedules(Lint):
+class Horizons(Lint):
     """Compares how long a schedule is with how many steps a rank has made, when it has trained to the end."""
 
     def __init__(self) -> None:
