@@ -665,6 +665,55 @@ def hits_of_several_batches_are_divided(rank: int, is_right: bool) -> None:
         print((accuracy / RANKS).item())
 
 
+# Gradients that are thrown away
+
+
+@pair("gradient-thrown-away")
+def each_micro_batch_zeroes_gradients(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for micro, rows in enumerate(rows_of(rank, 12)):
+        if not is_right or micro % 4 == 0:
+            optimizer.zero_grad()
+        is_last = micro % 4 == 3
+        with nullcontext() if is_last else model.no_sync():
+            (model(rows).square().mean() / 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        if is_last:
+            optimizer.step()
+
+
+@pair("gradient-thrown-away", has_ranks=False)
+def each_micro_batch_fills_gradients_with_zeros(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for _ in range(3):
+        for parameter in model.parameters() if is_right else ():
+            parameter.grad = None
+        for rows in rows_of(0, 2):
+            for parameter in model.parameters() if not is_right else ():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            (model(rows).square().mean() / 2).backward()
+        optimizer.step()
+
+
+@pair("gradient-thrown-away", has_ranks=False)
+def gradients_are_zeroed_before_the_step(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(0):
+        if is_right:
+            optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        if not is_right:
+            model.zero_grad()
+        optimizer.step()
+
+
 # Clipping
 
 

@@ -691,3 +691,177 @@ def losses_of_steps_in_time_are_added() -> None:
             losses.append(F.mse_loss(state, torch.zeros_like(state)))
         sum(losses).backward()
         optimizer.step()
+
+
+@alone
+def gradients_of_the_maker_are_thrown_away() -> None:
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(4, 4).to(DEVICE), make_model()
+    of_maker, of_judge = sgd(maker), sgd(judge)
+    for rows in rows_of(0, 6):
+        of_judge.zero_grad()
+        go_back((judge(rows) - 1).square().mean() + judge(maker(rows)).square().mean())
+        of_judge.step()
+        of_maker.zero_grad()
+        go_back((judge(maker(rows)) - 1).square().mean())
+        of_maker.step()
+
+
+@alone
+def only_some_batches_train_the_second_part() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 8).to(DEVICE), nn.Linear(8, 1).to(DEVICE)
+    optimizers = [sgd(first), sgd(second)]
+    for step, rows in enumerate(rows_of(0, 12)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        second(first(rows)).square().mean().backward()
+        optimizers[step % 2].step()
+
+
+@alone
+def batches_without_a_finite_loss_are_skipped() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(0, 12)):
+        optimizer.zero_grad()
+        loss = model(rows * float("nan") if step in (2, 3, 8) else rows).square().mean()
+        loss.backward()
+        if torch.isfinite(loss):
+            optimizer.step()
+
+
+@alone
+def an_attack_needs_the_gradient_of_the_input() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(0, 5):
+        changed = rows.clone().requires_grad_()
+        for _ in range(3):
+            model.zero_grad()
+            (-model(changed).square().mean()).backward()
+            assert changed.grad is not None
+            changed = (changed - 0.1 * changed.grad.sign()).detach().requires_grad_()
+        optimizer.zero_grad()
+        model(changed.detach()).square().mean().backward()
+        optimizer.step()
+
+
+@alone
+def an_attack_goes_back_at_the_line_that_trains() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(0, 5):
+        changed = rows.clone().requires_grad_()
+        for _ in range(3):
+            model.zero_grad()
+            model(changed).square().mean().backward()
+            assert changed.grad is not None
+            changed = (changed + 0.1 * changed.grad.sign()).detach().requires_grad_()
+        optimizer.step()
+
+
+@alone
+def gradients_of_each_part_are_kept() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for _ in range(5):
+        kept = []
+        for rows in rows_of(0, 3):
+            model.zero_grad()
+            (model(rows).square().mean() / 3).backward()
+            kept.append([parameter.grad for parameter in model.parameters()])
+        for parameter, *others in zip(model.parameters(), *kept[:-1], strict=True):
+            for other in others:
+                parameter.grad += other
+        optimizer.step()
+
+
+@alone
+def the_largest_gradient_is_used() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for _ in range(5):
+        for rows in rows_of(0, 3):
+            model.zero_grad(set_to_none=False)
+            (model(rows).square().mean() / 3).backward()
+            torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
+        optimizer.step()
+
+
+@alone
+def hooks_add_gradients_in_buffers_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    sums = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
+
+    def add(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        sums[parameter].add_(parameter.grad)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(add)
+    for _ in range(5):
+        for rows in rows_of(0, 3):
+            optimizer.zero_grad()
+            (model(rows).square().mean() / 3).backward()
+        for parameter, total in sums.items():
+            assert parameter.grad is not None
+            parameter.grad.copy_(total)
+            total.zero_()
+        optimizer.step()
+
+
+@alone
+def an_optimizer_of_each_parameter_steps_in_backward() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad(set_to_none=False)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for rows in rows_of(0, 6):
+        model(rows).square().mean().backward()
+
+
+@alone
+def a_closure_zeroes_gradients_in_the_step() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    for rows in rows_of(0, 4):
+
+        def closure(rows: torch.Tensor = rows) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(rows).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+@alone
+def gradients_are_moved_to_a_copy_that_is_trained() -> None:
+    torch.manual_seed(0)
+    model = make_model().double()
+    masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0), torch.optim.SGD(masters, lr=0.1)]
+    for rows in rows_of(0, 5):
+        model(rows.double()).square().mean().backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        optimizers[1].step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)

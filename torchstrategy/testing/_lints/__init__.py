@@ -26,6 +26,7 @@ shards           parts of gradients that ranks scale apart
 orphans          optimizers whose parameters nobody trains
 process_groups   process groups that ranks make with other members
 schedulers       schedules that count micro-batches
+zeroed           gradients that are set to zero before anything has read them
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

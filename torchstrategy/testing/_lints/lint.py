@@ -47,6 +47,9 @@ class Lint:
     def went_back(self, facts: Facts) -> None:
         """`backward` is over."""
 
+    def zeroed(self, facts: Facts) -> None:
+        """`zero_grad` is called, of an optimizer or of a module."""
+
     def scheduled(self, facts: Facts, scheduler: Any) -> None:
         """A scheduler of learning rates was made, which steps it once, or was stepped."""
 

@@ -32,6 +32,7 @@ from torchstrategy.testing._lints.schedulers import Schedulers
 from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._lints.waits import Waits
+from torchstrategy.testing._lints.zeroed import Zeroed
 from torchstrategy.testing._ranks.happened import Happened
 from torchstrategy.testing._ranks.lines import is_called_by_a_library
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay
@@ -50,8 +51,8 @@ class Session:
     def __init__(self, size: int) -> None:
         self._size = size
         self._facts: dict[int, Facts] = {}
-        gathered, self._waits, self._files = Gathered(), Waits(), Files()
-        self._followers: list[Follower] = [gathered, self._waits]
+        gathered, zeroed, self._waits, self._files = Gathered(), Zeroed(), Waits(), Files()
+        self._followers: list[Follower] = [gathered, zeroed, self._waits]
         self._lints: list[Lint] = [
             Replicas(),
             Rows(),
@@ -70,6 +71,7 @@ class Session:
             Orphans(),
             ProcessGroups(),
             Schedulers(),
+            zeroed,
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
@@ -204,6 +206,8 @@ class Session:
 
     def zeroed(self, rank: int) -> None:
         """Gradients are set to zero."""
+        for lint in self._lints:
+            lint.zeroed(self.facts(rank))
         self.facts(rank).backwards.clear()
 
     def steps(self, rank: int, optimizer: torch.optim.Optimizer) -> None:

@@ -28,6 +28,11 @@ def has_hook_of_gradients(model: Any) -> bool:
     return bool(getattr(model, "_comm_hooks", ()))
 
 
+def has_hooks_of_gradients(parameter: torch.Tensor) -> bool:
+    """Whether the program has hooks on a parameter, which read its gradient while `backward` runs."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def ignored_names(model: Any) -> set[str]:
     """The parameters and buffers that a `DistributedDataParallel` was told to leave alone."""
     return set(getattr(model, "parameters_to_ignore", ()))
