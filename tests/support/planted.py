@@ -714,6 +714,51 @@ def gradients_are_zeroed_before_the_step(rank: int, is_right: bool) -> None:
         optimizer.step()
 
 
+# Modes
+
+
+def fit_and_evaluate(model: nn.Module, rank: int, train: Callable[[int], object]) -> None:
+    """Three epochs, each with an evaluation; `train` is called at the beginning of each."""
+    optimizer = sgd(model)
+    for epoch in range(3):
+        train(epoch)
+        fit(model, optimizer, rows_of(rank, rows=32))
+        model.eval()
+        with torch.no_grad():
+            model(next(rows_of(rank, 1))).mean()
+
+
+@pair("trained-in-eval-mode")
+def dropout_ends_with_the_first_evaluation(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model(nn.Dropout(0.5)))
+    torch.manual_seed(rank)
+    fit_and_evaluate(model, rank, lambda epoch: is_right and model.train())
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module) -> None:
+    model.eval()
+    model(next(rows_of(1)))
+
+
+@pair("trained-in-eval-mode", has_ranks=False)
+def an_evaluation_in_the_middle_of_an_epoch(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model(nn.BatchNorm1d(8))
+    optimizer = sgd(model)
+    for _ in range(2):
+        model.train()
+        for step, rows in enumerate(rows_of(0, 6, rows=32)):
+            fit(model, optimizer, iter([rows]))
+            if step == 2:
+                evaluate(model)
+                evaluate(model)
+                if is_right:
+                    model.train()
+        evaluate(model)
+
+
 # Clipping
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from planted import (
@@ -25,7 +26,9 @@ from planted import (
     begin,
     contrast,
     data,
+    evaluate,
     fit,
+    fit_and_evaluate,
     make_model,
     name_of_a_file,
     rows_of,
@@ -865,3 +868,125 @@ def gradients_are_moved_to_a_copy_that_is_trained() -> None:
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 parameter.copy_(master)
+
+
+def make_model_with_modes() -> nn.Module:
+    torch.manual_seed(0)
+    return make_model(nn.BatchNorm1d(8), nn.Dropout(0.5))
+
+
+@alone
+def a_model_is_trained_in_evaluation_mode_from_the_beginning() -> None:
+    model = make_model_with_modes().eval()
+    fit_and_evaluate(model, 0, lambda epoch: None)
+
+
+@alone
+def a_model_is_evaluated_before_it_is_trained() -> None:
+    model = make_model_with_modes()
+    evaluate(model)
+    fit(model, sgd(model), rows_of(0, 6))
+
+
+@alone
+def statistics_are_frozen_from_the_second_epoch_on() -> None:
+    model = make_model(nn.BatchNorm1d(8))
+    fit_and_evaluate(model, 0, lambda epoch: model.eval() if epoch else model.train())
+
+
+@alone
+def training_mode_ends_with_the_first_epoch() -> None:
+    model = make_model_with_modes()
+    fit_and_evaluate(model, 0, lambda epoch: model.train(epoch < 1))
+
+
+@alone
+def training_mode_ends_with_the_second_epoch() -> None:
+    model = make_model_with_modes()
+
+    def train(epoch: int) -> None:
+        if epoch < 2:
+            model.train()
+
+    fit_and_evaluate(model, 0, train)
+
+
+@alone
+def norms_are_frozen_after_each_evaluation() -> None:
+    model = make_model(nn.BatchNorm1d(8))
+
+    def train(epoch: int) -> None:
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm1d) and epoch:
+                module.eval()
+
+    fit_and_evaluate(model, 0, train)
+
+
+@alone
+def flags_of_modes_are_put_back() -> None:
+    model = make_model_with_modes()
+
+    def train(epoch: int) -> None:
+        for module in model.modules():
+            module.training = True
+
+    fit_and_evaluate(model, 0, train)
+
+
+@alone
+def the_loss_is_there_before_the_evaluation() -> None:
+    model = make_model_with_modes()
+    optimizer = sgd(model)
+    for rows in rows_of(0, 6, rows=32):
+        model.train()
+        loss = model(rows).square().mean()
+        evaluate(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@alone
+def a_model_without_modes_stays_in_evaluation() -> None:
+    torch.manual_seed(0)
+    fit_and_evaluate(make_model(nn.Dropout(0.0), nn.BatchNorm1d(8, track_running_stats=False)), 0, lambda epoch: None)
+
+
+@alone
+def only_the_head_is_trained_after_an_evaluation() -> None:
+    body, head = make_model_with_modes(), nn.Linear(1, 1).to(DEVICE)
+    fit(body, sgd(body), rows_of(0, rows=32))
+    evaluate(body)
+    body.requires_grad_(False)
+    fit(nn.Sequential(body, head), sgd(head), rows_of(0, rows=32))
+
+
+@alone
+def a_checkpoint_runs_without_gradients_in_evaluation_mode() -> None:
+    model = make_model_with_modes()
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(0, 6, rows=32)):
+        if step == 3:
+            model.eval()
+        rows = rows.requires_grad_()
+        optimizer.zero_grad()
+        checkpoint(model, rows, use_reentrant=True).square().mean().backward()
+        optimizer.step()
+
+
+@alone
+def the_judge_is_in_evaluation_mode_for_the_maker() -> None:
+    maker, judge = nn.Linear(4, 4).to(DEVICE), make_model_with_modes()
+    of_maker, of_judge = sgd(maker), sgd(judge)
+    for rows in rows_of(0, 6, rows=32):
+        judge.train()
+        of_judge.zero_grad()
+        (judge(rows) - judge(maker(rows).detach())).mean().backward()
+        of_judge.step()
+        evaluate(judge)
+        for _ in range(2):
+            of_maker.zero_grad()
+            judge(maker(rows)).mean().backward()
+            of_maker.step()

@@ -27,6 +27,7 @@ orphans          optimizers whose parameters nobody trains
 process_groups   process groups that ranks make with other members
 schedulers       schedules that count micro-batches
 zeroed           gradients that are set to zero before anything has read them
+modes            models that are trained in evaluation mode after an evaluation
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from types import FrameType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -17,11 +15,10 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Follower
-from torchstrategy.testing._lints.places import Place, here
+from torchstrategy.testing._lints.places import Place, here, is_in_a_function
 from torchstrategy.testing._ranks.witnesses import Told
 from torchstrategy.testing._simulation.memory import span
 
-_FUNCTIONS = "torch.autograd.function"  # in whose frames a function with a backward of its own runs
 _COPY = torch.ops.aten.copy_.default
 
 
@@ -47,7 +44,7 @@ class Gathered(Follower):
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         if is_of_torch or told.kind != "all_gather" or len(told.gives) != 1 or not told.gives[0].requires_grad:
             return
-        if len(told.ranks) < 2 or len(told.gets) != len(told.ranks) or _is_in_a_function():
+        if len(told.ranks) < 2 or len(told.gets) != len(told.ranks) or is_in_a_function():
             return
         own = told.gets[list(told.ranks).index(told.rank)]
         if can_be_read(own) and own.numel():
@@ -126,12 +123,3 @@ def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-def _is_in_a_function() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _FUNCTIONS:
-            return True
-        frame = frame.f_back
-    return False

@@ -50,6 +50,9 @@ class Lint:
     def zeroed(self, facts: Facts) -> None:
         """`zero_grad` is called, of an optimizer or of a module."""
 
+    def changes_mode(self, facts: Facts, module: torch.nn.Module, is_training: bool) -> None:
+        """`train()` or `eval()` is going to be called, of a module and not of a larger one."""
+
     def scheduled(self, facts: Facts, scheduler: Any) -> None:
         """A scheduler of learning rates was made, which steps it once, or was stepped."""
 

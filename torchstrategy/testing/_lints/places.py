@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torchstrategy.testing._ranks.lines import places_of_the_user
 
 CLIPPING = "torch.nn.utils.clip_grad"  # it multiplies gradients by what keeps their norm small
+_FUNCTIONS = "torch.autograd.function"  # in whose frames a function with a backward of its own runs
 _NEAR = 15  # from an operator to the function of torch that called it, there are fewer calls
 _COMMENT = re.compile(r"#.*\btorchstrategy:\s*ignore\[([^\]]*)\]")
 
@@ -67,6 +68,16 @@ def frames_of(module: str) -> Iterator[FrameType]:
 def is_within(module: str) -> bool:
     """Whether an operator comes from a function of a module."""
     return next(frames_of(module), None) is not None
+
+
+def is_in_a_function() -> bool:
+    """Whether an operator comes from a function with a backward of its own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _FUNCTIONS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def in_words(places: Iterable[Place]) -> str:

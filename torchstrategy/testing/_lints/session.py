@@ -22,6 +22,7 @@ from torchstrategy.testing._lints.horizons import Horizons
 from torchstrategy.testing._lints.lint import Follower, Lint, Seen
 from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
 from torchstrategy.testing._lints.means import Means
+from torchstrategy.testing._lints.modes import Modes
 from torchstrategy.testing._lints.orphans import Orphans
 from torchstrategy.testing._lints.places import way_here
 from torchstrategy.testing._lints.process_groups import ProcessGroups
@@ -51,8 +52,8 @@ class Session:
     def __init__(self, size: int) -> None:
         self._size = size
         self._facts: dict[int, Facts] = {}
-        gathered, zeroed, self._waits, self._files = Gathered(), Zeroed(), Waits(), Files()
-        self._followers: list[Follower] = [gathered, zeroed, self._waits]
+        gathered, zeroed, modes, self._waits, self._files = Gathered(), Zeroed(), Modes(), Waits(), Files()
+        self._followers: list[Follower] = [gathered, zeroed, modes, self._waits]
         self._lints: list[Lint] = [
             Replicas(),
             Rows(),
@@ -72,6 +73,7 @@ class Session:
             ProcessGroups(),
             Schedulers(),
             zeroed,
+            modes,
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
@@ -209,6 +211,11 @@ class Session:
         for lint in self._lints:
             lint.zeroed(self.facts(rank))
         self.facts(rank).backwards.clear()
+
+    def changes_mode(self, rank: int, module: torch.nn.Module, is_training: bool) -> None:
+        """`train()` or `eval()` of a module is going to be called."""
+        for lint in self._lints:
+            lint.changes_mode(self.facts(rank), module, is_training)
 
     def steps(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is going to make a step. Those within a step of another one are parts of it."""

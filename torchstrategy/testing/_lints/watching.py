@@ -34,6 +34,7 @@ Method = Callable[..., Any]
 class _Here(threading.local):
     depth = 0  # of calls of `backward` within each other
     is_at_file = False
+    is_changing = False  # whether the mode of a module is changed, and with it that of the modules in it
     opening: Any = None  # the loader whose iterator is being made
     known: tuple[World | None, Session] | None = None  # the run that was asked for last
 
@@ -120,6 +121,7 @@ class Watch:
             (optimizer, "__init__", self._after(optimizer.__init__, self._has_optimizer)),
             (optimizer, "zero_grad", self._before(optimizer.zero_grad, self._zeroed)),
             (module, "zero_grad", self._before(module.zero_grad, self._zeroed)),
+            (module, "train", self._changing(module.train)),
             (LRScheduler, "step", self._after(LRScheduler.step, self._scheduled)),
             (dist, "new_group", self._before(dist.new_group, self._groups)),
             (dist.distributed_c10d, "new_group", self._before(dist.distributed_c10d.new_group, self._groups)),
@@ -225,6 +227,20 @@ class Watch:
                 self._here.depth -= 1
             session.went_back(current_rank(), call)
             return result
+
+        return told
+
+    def _changing(self, train: Method) -> Method:
+        @functools.wraps(train)
+        def told(module: Any, mode: bool = True) -> Any:
+            if self._here.is_changing or torch.compiler.is_compiling():
+                return train(module, mode)
+            self._tell("changes_mode", module, mode)
+            self._here.is_changing = True
+            try:
+                return train(module, mode)
+            finally:
+                self._here.is_changing = False
 
         return told
 

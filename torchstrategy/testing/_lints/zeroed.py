@@ -54,7 +54,7 @@ class _Kind(NamedTuple):
     """What the calls of `backward` between two steps were like."""
 
     way: tuple[Place, ...]
-    count: int
+    calls: int
     is_last_lost: bool
 
 
@@ -172,9 +172,9 @@ class Zeroed(Follower):
         if kind is None or not was_suspicious:
             return
         seen.is_over = True
-        if seen.count >= _ENOUGH_STEPS and not any(call.is_read for call in calls if call.is_lost):
-            if not calls[-1].is_written:
-                self._found.setdefault(kind, _Found(kind, here(), seen.zeroed_at))
+        is_used = calls[-1].is_written or any(call.is_read for call in calls if call.is_lost)
+        if seen.count >= _ENOUGH_STEPS and not is_used:
+            self._found.setdefault(kind, _Found(kind, here(), seen.zeroed_at))
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -254,13 +254,13 @@ def _finding(found: _Found) -> Finding | None:
         return finding(
             "gradient-thrown-away",
             f"All gradients of `backward` ({kind.way[0]}) are set to zero{zeroed} before the step of the optimizer "
-            f"({found.steps_at}), in each of {_ENOUGH_STEPS} steps, and nothing has read them: the steps train nothing.",
+            f"({found.steps_at}), in {_ENOUGH_STEPS} steps in a row, and nothing has read them: nothing is trained.",
             "Call `zero_grad()` before `backward` or after `optimizer.step()`, and not in between.",
             places,
         )
     return finding(
         "gradient-thrown-away",
-        f"`backward` is called {kind.count} times ({kind.way[0]}) before each step of the optimizer "
+        f"`backward` is called {kind.calls} times ({kind.way[0]}) before each step of the optimizer "
         f"({found.steps_at}). All gradients but those of the last call are set to zero{zeroed}, and nothing has read "
         "them: each step is of one micro-batch.",
         "Call `zero_grad()` once for each step: after `optimizer.step()`, or before the first micro-batch.",
