@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, random_split
@@ -712,6 +712,32 @@ def gradients_are_zeroed_before_the_step(rank: int, is_right: bool) -> None:
         if not is_right:
             model.zero_grad()
         optimizer.step()
+
+
+@pair("step-before-reduction")
+def the_first_micro_batch_is_reduced(rank: int, is_right: bool) -> None:
+    sharded_accumulation(rank, "last" if is_right else "first")
+
+
+@pair("step-before-reduction")
+def no_micro_batch_is_reduced(rank: int, is_right: bool) -> None:
+    sharded_accumulation(rank, "last" if is_right else "none", torch.bfloat16)
+
+
+def sharded_accumulation(rank: int, reduced: str, dtype: torch.dtype | None = None, batches: int = 9) -> None:
+    """Steps of three micro-batches, of which the first, the last or none is reduced."""
+    begin()
+    model = make_model()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    for layer in (model[0], model[-1], model):
+        fully_shard(layer, mesh=init_device_mesh(DEVICE, (RANKS,)), mp_policy=policy)
+    optimizer = sgd(model)
+    for micro, rows in enumerate(rows_of(rank, batches)):
+        model.set_requires_gradient_sync(micro % 3 == {"first": 0, "last": 2, "none": 3}[reduced])
+        (model(rows).float().square().mean() / 3).backward()
+        if micro % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 # Modes

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -34,6 +36,7 @@ from planted import (
     rows_of,
     scaled_training,
     sgd,
+    sharded_accumulation,
     wrapped,
 )
 
@@ -990,3 +993,31 @@ def the_judge_is_in_evaluation_mode_for_the_maker() -> None:
             of_maker.zero_grad()
             judge(maker(rows)).mean().backward()
             of_maker.step()
+
+
+@in_ranks
+def micro_batches_at_the_end_are_left_out(rank: int) -> None:
+    sharded_accumulation(rank, "last", batches=11)
+
+
+@in_ranks
+def a_sharded_model_makes_one_step_without_its_last_micro_batch(rank: int) -> None:
+    sharded_accumulation(rank, "first", batches=3)
+
+
+@in_ranks
+def gradients_of_the_other_sharded_model_wait(rank: int) -> None:
+    begin()
+    maker, judge = nn.Linear(4, 4).to(DEVICE), make_model()
+    for model in (maker, judge):
+        fully_shard(model, mesh=init_device_mesh(DEVICE, (RANKS,)))
+    of_maker, of_judge = sgd(maker), sgd(judge)
+    for rows in rows_of(rank):
+        judge.set_requires_gradient_sync(False)
+        judge(maker(rows)).mean().backward()
+        of_maker.step()
+        of_maker.zero_grad()
+        judge.set_requires_gradient_sync(True)
+        (judge(rows) - judge(maker(rows).detach())).mean().backward()
+        of_judge.step()
+        of_judge.zero_grad()

@@ -28,6 +28,7 @@ process_groups   process groups that ranks make with other members
 schedulers       schedules that count micro-batches
 zeroed           gradients that are set to zero before anything has read them
 modes            models that are trained in evaluation mode after an evaluation
+unreduced        steps while gradients of sharded parameters wait to be reduced
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

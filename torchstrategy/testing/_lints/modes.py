@@ -179,8 +179,8 @@ def _finding(found: _Found) -> Finding | None:
     return finding(
         "trained-in-eval-mode",
         f"`eval()` is called ({one.way[0]}), the model is evaluated ({found.evaluated_at}), and training goes on "
-        f"without `train()` ({in_words([one.steps_at])}). In the steps after it, these layers no longer drop values, or no "
-        f"longer use the statistics of the batch, as in the steps before: {some(one.names)}.",
+        f"without `train()` ({in_words([one.steps_at])}). These layers no longer drop values, or no longer "
+        f"use the statistics of the batch, as in the steps before: {some(one.names)}.",
         "Call `model.train()` after each evaluation. If it is meant, call `model.eval()` where training goes on.",
         places,
     )

@@ -32,6 +32,7 @@ from torchstrategy.testing._lints.scales import Scales
 from torchstrategy.testing._lints.schedulers import Schedulers
 from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
+from torchstrategy.testing._lints.unreduced import Unreduced
 from torchstrategy.testing._lints.waits import Waits
 from torchstrategy.testing._lints.zeroed import Zeroed
 from torchstrategy.testing._ranks.happened import Happened
@@ -74,6 +75,7 @@ class Session:
             Schedulers(),
             zeroed,
             modes,
+            Unreduced(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
