@@ -113,6 +113,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"facts"},
         {"lint"},
         {
+            "aliases",
             "batch_norm",
             "clipping",
             "files",

@@ -913,6 +913,44 @@ def average_has_no_statistics(rank: int, is_right: bool) -> None:
         average(next(rows_of(1)))
 
 
+def fit_and_average(rank: int, update: Callable[[torch.Tensor, torch.Tensor], object], is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    average = {name: one.data.clone() if is_right else one.data for name, one in model.named_parameters()}
+    optimizer = sgd(model, 0.01)
+    for rows in rows_of(rank, 4):
+        fit(model, optimizer, iter([rows]))
+        for name, parameter in model.named_parameters():
+            update(average[name], parameter.detach())
+
+
+@pair("average-is-the-weights")
+def average_is_multiplied_and_added_to(rank: int, is_right: bool) -> None:
+    fit_and_average(rank, lambda average, weight: average.mul_(0.9).add_(weight, alpha=1 - 0.9), is_right)
+
+
+@pair("average-is-the-weights")
+def average_gets_a_share(rank: int, is_right: bool) -> None:
+    fit_and_average(rank, lambda average, weight: average.mul_(0.9).add_((1 - 0.9) * weight), is_right)
+
+
+@pair("average-is-the-weights")
+def average_is_interpolated(rank: int, is_right: bool) -> None:
+    fit_and_average(rank, lambda average, weight: average.lerp_(weight, 0.1), is_right)
+
+
+@pair("average-is-the-weights", has_ranks=False)
+def average_is_the_model(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    average = (copy.deepcopy(model) if is_right else model).state_dict()
+    optimizer = torch.optim.Adam(model.parameters())
+    for rows in rows_of(rank, 4):
+        fit(model, optimizer, iter([rows]))
+        torch._foreach_mul_(list(average.values()), 0.9)
+        torch._foreach_add_(list(average.values()), list(model.state_dict().values()), alpha=0.1)
+
+
 # Memory and files
 
 

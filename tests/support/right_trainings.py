@@ -30,6 +30,7 @@ from planted import (
     data,
     evaluate,
     fit,
+    fit_and_average,
     fit_and_evaluate,
     make_model,
     name_of_a_file,
@@ -1021,3 +1022,42 @@ def gradients_of_the_other_sharded_model_wait(rank: int) -> None:
         (judge(rows) - judge(maker(rows).detach())).mean().backward()
         of_judge.step()
         of_judge.zero_grad()
+
+
+@in_ranks
+def averages_are_new_tensors(rank: int) -> None:
+    averages: dict[int, torch.Tensor] = {}
+
+    def update(average: torch.Tensor, weight: torch.Tensor) -> None:
+        averages[id(average)] = 0.9 * averages.get(id(average), average) + (1 - 0.9) * weight
+
+    fit_and_average(rank, update, is_right=False)
+
+
+@in_ranks
+def weights_decay_in_the_program(rank: int) -> None:
+    fit_and_average(rank, lambda average, weight: weight.add_(weight, alpha=-0.01), is_right=False)
+
+
+@in_ranks
+def weights_are_scaled_twice(rank: int) -> None:
+    fit_and_average(rank, lambda average, weight: weight.mul_(0.9).add_(weight, alpha=0.2), is_right=False)
+
+
+@in_ranks
+def weights_shrink_and_get_noise(rank: int) -> None:
+    fit_and_average(rank, lambda average, weight: weight.mul_(0.9).add_(torch.ones_like(weight) * 0.1), is_right=False)
+
+
+@alone
+def an_average_shares_a_layer() -> None:
+    torch.manual_seed(0)
+    model = make_model(nn.Linear(8, 8))
+    average = copy.deepcopy(model)
+    average[-1] = model[-1]
+    optimizer = sgd(model, 0.01)
+    for rows in rows_of(0, 4):
+        fit(model, optimizer, iter([rows]))
+        with torch.no_grad():
+            for mine, its in zip(average.parameters(), model.parameters(), strict=True):
+                mine.lerp_(its, 0.1)

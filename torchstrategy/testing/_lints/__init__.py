@@ -29,6 +29,7 @@ schedulers       schedules that count micro-batches
 zeroed           gradients that are set to zero before anything has read them
 modes            models that are trained in evaluation mode after an evaluation
 unreduced        steps while gradients of sharded parameters wait to be reduced
+aliases          averages of weights that share their memory
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

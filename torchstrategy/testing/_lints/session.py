@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from torchstrategy.testing._lints.aliases import Aliases
 from torchstrategy.testing._lints.averages import Averages
 from torchstrategy.testing._lints.batch_norm import FewStatistics
 from torchstrategy.testing._lints.clipping import Clipping
@@ -76,6 +77,7 @@ class Session:
             zeroed,
             modes,
             Unreduced(),
+            Aliases(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
