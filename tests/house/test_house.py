@@ -121,6 +121,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "generators",
             "horizons",
             "modes",
+            "opponents",
             "orphans",
             "process_groups",
             "replicas",

@@ -740,6 +740,39 @@ def sharded_accumulation(rank: int, reduced: str, dtype: torch.dtype | None = No
             optimizer.zero_grad()
 
 
+@pair("gradient-of-other-step")
+def the_maker_learns_from_the_step_of_the_judge(rank: int, is_right: bool) -> None:
+    begin()
+    maker, judge = wrapped(nn.Linear(4, 4).to(DEVICE)), wrapped(make_model(), broadcast_buffers=False)
+    of_maker, of_judge = sgd(maker, 0.01), sgd(judge, 0.01)
+    for rows in rows_of(rank, 5, rows=16):
+        of_maker.zero_grad()
+        of_judge.zero_grad()
+        made = maker(rows)
+        (F.softplus(judge(made.detach() if is_right else made)).mean() + F.softplus(-judge(rows)).mean()).backward()
+        of_judge.step()
+        F.softplus(-judge(maker(rows))).mean().backward()
+        of_maker.step()
+
+
+@pair("gradient-of-other-step", has_ranks=False)
+def the_critic_makes_several_steps(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    maker, critic = nn.Linear(4, 4).to(DEVICE), make_model()
+    of_maker, of_critic = torch.optim.Adam(maker.parameters(), 1e-4), torch.optim.RMSprop(critic.parameters(), 1e-4)
+    for rows in rows_of(rank, 5, rows=16):
+        of_maker.zero_grad()
+        for _ in range(3):
+            of_critic.zero_grad()
+            critic(maker(rows)).mean().backward()
+            (-critic(rows).mean()).backward()
+            of_critic.step()
+        if is_right:
+            of_maker.zero_grad()
+        (-critic(maker(rows)).mean()).backward()
+        of_maker.step()
+
+
 # Modes
 
 

@@ -1061,3 +1061,48 @@ def an_average_shares_a_layer() -> None:
         with torch.no_grad():
             for mine, its in zip(average.parameters(), model.parameters(), strict=True):
                 mine.lerp_(its, 0.1)
+
+
+@alone
+def two_losses_train_the_first_part() -> None:
+    torch.manual_seed(0)
+    body, head, other = nn.Linear(4, 8).to(DEVICE), nn.Linear(8, 1).to(DEVICE), nn.Linear(8, 1).to(DEVICE)
+    of_body, of_head, of_other = sgd(body, 0.01), sgd(head, 0.01), sgd(other, 0.01)
+    for rows in rows_of(0, 6):
+        of_body.zero_grad()
+        of_head.zero_grad()
+        of_other.zero_grad()
+        (head(body(rows)) - 1).square().mean().backward()
+        of_head.step()
+        (other(body(rows)) + rows.sum(1, keepdim=True)).square().mean().backward()
+        of_other.step()
+        of_body.step()
+
+
+@alone
+def opposed_gradients_of_one_line_are_added() -> None:
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 8).to(DEVICE), nn.Linear(8, 1).to(DEVICE)
+    of_body, of_head = sgd(body, 0.01), sgd(head, 0.01)
+    for _ in range(6):
+        of_body.zero_grad()
+        for rows in rows_of(0, 2):
+            for sign in (1, -0.5):
+                of_head.zero_grad()
+                (sign * head(body(rows)).mean()).backward()
+                of_head.step()
+        of_body.step()
+
+
+@alone
+def both_optimizers_step_after_one_backward() -> None:
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(4, 4).to(DEVICE), make_model()
+    of_maker, of_judge = sgd(maker), sgd(judge)
+    for rows in rows_of(0, 6):
+        of_maker.zero_grad()
+        of_judge.zero_grad()
+        judge(maker(rows)).mean().backward()
+        of_judge.step()
+        of_maker.step()
+        (-judge(maker(rows)).mean()).backward()

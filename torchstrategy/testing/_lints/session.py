@@ -24,6 +24,7 @@ from torchstrategy.testing._lints.lint import Follower, Lint, Seen
 from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
 from torchstrategy.testing._lints.means import Means
 from torchstrategy.testing._lints.modes import Modes
+from torchstrategy.testing._lints.opponents import Opponents
 from torchstrategy.testing._lints.orphans import Orphans
 from torchstrategy.testing._lints.places import way_here
 from torchstrategy.testing._lints.process_groups import ProcessGroups
@@ -78,6 +79,7 @@ class Session:
             modes,
             Unreduced(),
             Aliases(),
+            Opponents(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
