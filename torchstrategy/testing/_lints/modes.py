@@ -150,13 +150,13 @@ class Modes(Follower):
         for optimizer, step in list(self._steps[facts.rank].items()):
             if step > since and any(id(parameter) in parameters for parameter in parameters_of(optimizer)):
                 optimizers.add(optimizer)
-        way = way_here()
-        if not layers or not optimizers or (facts.rank, way) in self._right:
+        way, addresses = way_here(), _addresses_of(module)  # none of sharded parameters
+        if not layers or not optimizers or not addresses or (facts.rank, way) in self._right:
             return
         names = [f"{name or 'the model'} ({type(layer).__name__})" for layer, name in layers.items()]
         evaluation = _Evaluation(way, weakref.WeakSet(layers), names, parameters, optimizers)
         self._evaluations[facts.rank].append(evaluation)
-        self._pieces[facts.rank] = _addresses_of(module), evaluation
+        self._pieces[facts.rank] = addresses, evaluation
 
 
 def _addresses_of(module: nn.Module) -> set[int]:

@@ -22,6 +22,7 @@ from torchstrategy.testing._simulation.program import unwatched
 _ENOUGH_STEPS = 4
 _OPPOSED = -0.7  # the cosine of the angle: gradients of other losses are near 0, those of GANs below -0.8
 _PARAMETERS, _NUMBERS = 32, 256  # how many are compared, and how many numbers of each
+_MOST_CALLS = 1000  # without a step
 _MOST_SAMPLES = 50  # of an optimizer that makes no such step
 
 Sample = dict[int, torch.Tensor]  # some numbers of gradients, by the position of the parameter in its optimizer
@@ -101,7 +102,9 @@ class Opponents(Lint):
 
     @override
     def went_back(self, facts: Facts) -> None:
-        if facts.rank in self._in_step or not facts.backwards:
+        if facts.rank in self._in_step or len(facts.optimizers) < 2 or not facts.backwards:
+            return
+        if len(self._calls[facts.rank]) >= _MOST_CALLS:
             return
         call = _Call(facts.backwards[-1].way, facts.backwards[-1].changed)
         self._calls[facts.rank].append(call)

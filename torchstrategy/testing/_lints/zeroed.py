@@ -22,6 +22,7 @@ from torchstrategy.testing._lints.torch_internals import has_hooks_of_gradients,
 from torchstrategy.testing._simulation.program import unwatched
 
 _ENOUGH_STEPS = 3
+_MOST_CALLS = 1000  # without a step
 _aten = torch.ops.aten
 _ZEROES = (_aten.zero_.default, _aten._foreach_zero_.default)
 
@@ -121,6 +122,7 @@ class Zeroed(Follower):
     def went_back(self, facts: Facts) -> None:
         seen = self._seen[facts.rank]
         seen.is_back = False
+        seen.is_over |= len(seen.calls) >= _MOST_CALLS
         if seen.is_in_step or seen.is_over or not facts.backwards:
             return
         changed = facts.backwards[-1].changed
