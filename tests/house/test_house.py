@@ -110,7 +110,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"known", "places"},
         {"fingerprints"},
         {"copies", "findings", "losses"},
-        {"facts"},
+        {"causes", "facts"},
         {"lint"},
         {
             "batch_norm",

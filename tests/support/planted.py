@@ -6,6 +6,7 @@ Each takes its rank and whether it `is_right`. They differ in a line or two.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -144,6 +145,87 @@ def loss_is_added_after_backward(rank: int, is_right: bool) -> None:
             for parameter in model.parameters():
                 parameter.grad += 0.1 * rows.mean() * parameter.detach()
         optimizer.step()
+
+
+@pair("gradient-not-reduced")
+def body_is_unfrozen_after_it_was_wrapped(rank: int, is_right: bool) -> None:
+    begin()
+    net = make_model()
+    net[0].requires_grad_(False)
+    model = wrapped(net)
+    optimizer = sgd(net)
+    for epoch in range(2):
+        if epoch == 1:
+            net[0].requires_grad_(True)
+            model = wrapped(net) if is_right else model
+        fit(model, optimizer, rows_of(rank))
+
+
+def reducer_of(model: nn.Module) -> list[Any]:
+    """Reduces each gradient as soon as it is there; returns what has to be waited for."""
+    works: list[Any] = []
+
+    def reduce(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad /= RANKS
+        works.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+        parameter.register_post_accumulate_grad_hook(reduce)
+    return works
+
+
+def wait_for(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+    works.clear()
+
+
+@pair("used-before-wait")
+def step_is_made_before_gradients_are_there(rank: int, is_right: bool) -> None:
+    begin()
+    model = make_model()
+    works, optimizer = reducer_of(model), torch.optim.Adam(model.parameters(), lr=0.01)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        if is_right:
+            wait_for(works)
+        optimizer.step()
+        wait_for(works)
+
+
+@pair("step-skipped-by-some")
+def gradients_are_unscaled_before_they_are_reduced(rank: int, is_right: bool) -> None:
+    scaled_by_hand(rank, is_right, torch.optim.SGD)
+
+
+@pair("step-skipped-by-some")
+def fused_gradients_are_unscaled_before_they_are_reduced(rank: int, is_right: bool) -> None:
+    scaled_by_hand(rank, is_right, functools.partial(torch.optim.SGD, fused=True))
+
+
+def scaled_by_hand(rank: int, is_right: bool, make: Callable[..., torch.optim.Optimizer]) -> None:
+    begin()
+    model = make_model()
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    optimizer = make(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
+    for step, rows in enumerate(rows_of(rank, 5)):
+        is_too_large = step == 2 and rank == 1
+        optimizer.zero_grad()
+        scaler.scale(model(rows).square().mean() * (float("inf") if is_too_large else 1)).backward()
+        if not is_right:
+            scaler.unscale_(optimizer)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        whole = torch.cat([gradient.flatten() for gradient in gradients]) / RANKS
+        dist.all_reduce(whole)
+        for gradient, part in zip(gradients, whole.split([one.numel() for one in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+        scaler.step(optimizer)
+        scaler.update()
 
 
 @pair("weights-differ")

@@ -28,9 +28,11 @@ from planted import (
     fit,
     make_model,
     name_of_a_file,
+    reducer_of,
     rows_of,
     scaled_training,
     sgd,
+    wait_for,
     wrapped,
 )
 
@@ -508,6 +510,82 @@ def gradients_are_reduced_while_backward_goes_on(rank: int) -> None:
         for parameter in model.parameters():
             parameter.grad /= RANKS
         optimizer.step()
+
+
+class Waiting(torch.optim.SGD):
+    """An optimizer that waits for gradients in its own step."""
+
+    works: list[Any]
+
+    def step(self, closure: Any = None) -> Any:
+        wait_for(self.works)
+        return super().step(closure)
+
+
+@in_ranks
+def the_step_itself_waits_for_gradients(rank: int) -> None:
+    begin()
+    model = make_model()
+    optimizer = Waiting(model.parameters(), lr=0.1)
+    optimizer.works = reducer_of(model)
+    fit(model, optimizer, rows_of(rank))
+
+
+@in_ranks
+def a_step_reads_other_gradients_than_those_under_way(rank: int) -> None:
+    begin()
+    first, second = make_model(), wrapped(make_model())
+    works = reducer_of(first)
+    of_first, of_second = sgd(first), sgd(second)
+    for rows in rows_of(rank):
+        of_first.zero_grad()
+        first(rows).square().mean().backward()
+        fit(second, of_second, iter([rows]))
+        wait_for(works)
+        of_first.step()
+
+
+@in_ranks
+def ranks_that_train_alone_skip_other_steps(rank: int) -> None:
+    begin()
+    model = make_model()
+    optimizer, scaler = sgd(model, 0.01), torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
+    for step, rows in enumerate(rows_of(rank, 5)):
+        optimizer.zero_grad()
+        scaler.scale(model(rows).square().mean() * (float("inf") if step == rank else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@in_ranks
+def all_ranks_skip_a_step(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer, scaler = sgd(model, 0.01), torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
+    for step, rows in enumerate(rows_of(rank, 5)):
+        optimizer.zero_grad()
+        scaler.scale(model(rows).square().mean() * (float("inf") if step == rank else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@in_ranks
+def a_frozen_body_stays_frozen(rank: int) -> None:
+    begin()
+    net = make_model()
+    net[0].requires_grad_(False)
+    fit(wrapped(net), sgd(net), rows_of(rank))
+
+
+@in_ranks
+def a_body_is_frozen_later(rank: int) -> None:
+    begin()
+    net = make_model()
+    model = wrapped(net, find_unused_parameters=True)
+    optimizer = sgd(net)
+    fit(model, optimizer, rows_of(rank))
+    net[0].requires_grad_(False)
+    fit(model, optimizer, rows_of(rank))
 
 
 @in_ranks

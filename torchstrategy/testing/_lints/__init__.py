@@ -6,6 +6,7 @@ findings         what lints have found
 known            what is known of tensors while their memory is there
 fingerprints     what is kept of a tensor
 losses           of what a loss is made
+causes           why copies have parted
 facts            what each rank has done since its last step
 lint             what every lint is told
 copies           copies of tensors that ranks have to keep alike

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -16,6 +17,7 @@ from torchstrategy.testing._lints.clipping import Clipping
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
 from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
+from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.horizons import Horizons
@@ -215,6 +217,8 @@ class Session:
         if self.facts(rank).optimizers:  # it may have been made before lints watched
             self.facts(rank).optimizers.add(optimizer)
         if len(running) == 1:
+            if number_of(getattr(optimizer, "found_inf", None)):  # a fused optimizer, which skips the step itself
+                self.facts(rank).skips += 1
             for lint in self._lints:
                 lint.steps(self.facts(rank), optimizer)
 
@@ -229,6 +233,15 @@ class Session:
                 lint.stepped(facts, optimizer)
             facts.steps += 1
             facts.forget()
+
+    @contextmanager
+    def scaled_step(self, rank: int) -> Iterator[None]:
+        """A block in which `GradScaler` makes a step, or skips it."""
+        facts = self.facts(rank)
+        before = facts.steps
+        yield
+        if facts.steps == before and not self._open[rank]:
+            facts.skips += 1
 
     def opened(self, rank: int, loader: Any) -> None:
         """The rows of a loader are asked for from the beginning."""
