@@ -114,6 +114,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"lint"},
         {
             "batch_norm",
+            "biases",
             "clipping",
             "files",
             "gathered",

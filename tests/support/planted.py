@@ -839,6 +839,46 @@ def gradient_of_the_input_is_not_added(rank: int, is_right: bool) -> None:
         optimizer.step()
 
 
+@pair("bias-of-each-rank")
+def bias_is_added_before_the_sum(rank: int, is_right: bool) -> None:
+    divided_layers(
+        rank, lambda part, down, bias: add_up(part @ down.T) + bias if is_right else add_up(F.linear(part, down, bias))
+    )
+
+
+@pair("bias-of-each-rank")
+def bias_is_added_by_hand_before_torchs_sum(rank: int, is_right: bool) -> None:
+    def finish(part: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if is_right:
+            return differentiable.all_reduce(part @ down.T) + bias
+        return differentiable.all_reduce(part @ down.T + bias)
+
+    divided_layers(rank, finish)
+
+
+Finish = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def add_up(part: torch.Tensor) -> torch.Tensor:
+    added: torch.Tensor = Added.apply(part)
+    return added
+
+
+def divided_layers(rank: int, finish: Finish) -> None:
+    """A training whose two layers are divided among ranks; `finish` makes the output of the second."""
+    begin()
+    last = nn.Linear(6, 1).to(DEVICE)
+    up = nn.Parameter(torch.randn(8, 4).chunk(RANKS)[rank].to(DEVICE))
+    down = nn.Parameter(torch.randn(6, 8).chunk(RANKS, 1)[rank].contiguous().to(DEVICE))
+    bias = nn.Parameter(torch.zeros(6).to(DEVICE))
+    optimizer = torch.optim.SGD([up, down, bias, *last.parameters()], lr=0.001)
+    for rows in rows_of(0):
+        part = torch.relu(rows @ up.T)
+        optimizer.zero_grad()
+        last(torch.tanh(finish(part, down, bias))).square().mean().backward()
+        optimizer.step()
+
+
 # Schedules and averages
 
 

@@ -22,9 +22,11 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from planted import (
     DEVICE,
     RANKS,
+    add_up,
     begin,
     contrast,
     data,
+    divided_layers,
     fit,
     make_model,
     name_of_a_file,
@@ -510,6 +512,39 @@ def gradients_are_reduced_while_backward_goes_on(rank: int) -> None:
         for parameter in model.parameters():
             parameter.grad /= RANKS
         optimizer.step()
+
+
+@in_ranks
+def one_rank_adds_the_bias(rank: int) -> None:
+    divided_layers(rank, lambda part, down, bias: add_up(F.linear(part, down, bias if rank == 0 else None)))
+
+
+@in_ranks
+def each_rank_adds_its_share_of_the_bias(rank: int) -> None:
+    divided_layers(rank, lambda part, down, bias: add_up(F.linear(part, down, bias / RANKS)))
+
+
+@in_ranks
+def outputs_of_all_ranks_are_averaged(rank: int) -> None:
+    divided_layers(rank, lambda part, down, bias: add_up(F.linear(part, down, bias) / RANKS))
+
+
+@in_ranks
+def outputs_of_one_model_are_averaged(rank: int) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 2).to(DEVICE))
+    fit(model, sgd(model), rows_of(rank))
+    for rows in rows_of(0):
+        dist.all_reduce(model(rows))
+
+
+@in_ranks
+def columns_of_a_layer_have_biases_of_their_own(rank: int) -> None:
+    begin()
+    torch.manual_seed(rank)
+    layer = nn.Linear(4, 2).to(DEVICE)
+    for rows in rows_of(0):
+        add_up(layer(rows)).square().mean().backward()
 
 
 class Waiting(torch.optim.SGD):

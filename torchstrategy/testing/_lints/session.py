@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from torchstrategy.testing._lints.averages import Averages
 from torchstrategy.testing._lints.batch_norm import FewStatistics
+from torchstrategy.testing._lints.biases import Biases
 from torchstrategy.testing._lints.clipping import Clipping
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
 from torchstrategy.testing._lints.files import Files
@@ -72,6 +73,7 @@ class Session:
             Orphans(),
             ProcessGroups(),
             Schedulers(),
+            Biases(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
