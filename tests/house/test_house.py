@@ -121,6 +121,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "generators",
             "horizons",
             "orphans",
+            "positives",
             "process_groups",
             "replicas",
             "rows",

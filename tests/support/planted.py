@@ -715,6 +715,40 @@ def contrast(keys: torch.Tensor, whole: torch.Tensor, rank: int) -> torch.Tensor
     return F.cross_entropy(keys @ whole.T / 0.1, torch.arange(len(keys), device=DEVICE) + rank * len(keys))
 
 
+@pair("positives-of-another-rank")
+def targets_lack_the_offset_of_the_rank(rank: int, is_right: bool) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        all_images = torch.cat(list(differentiable.all_gather(images)))
+        all_texts = torch.cat(list(differentiable.all_gather(texts)))
+        targets = torch.arange(len(images), device=DEVICE) + (rank * len(images) if is_right else 0)
+        of_images = F.cross_entropy(10 * images @ all_texts.T, targets)
+        return (of_images + F.cross_entropy(texts @ all_images.T * 10, targets)) / 2
+
+    contrastive(rank, loss_of)
+
+
+@pair("positives-of-another-rank")
+def diagonal_is_of_the_first_rank(rank: int, is_right: bool) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        every = torch.cat(list(differentiable.all_gather(texts)))
+        scores = (images @ F.normalize(every, dim=1).T / 0.1).log_softmax(dim=1)
+        return -scores.diagonal(rank * len(images) if is_right else 0).mean()
+
+    contrastive(rank, loss_of)
+
+
+def contrastive(rank: int, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """A training of two networks whose outputs for the same row are to be alike."""
+    begin()
+    model = wrapped(nn.Linear(4, 16).to(DEVICE))
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        images, texts = F.normalize(model(rows), dim=1).chunk(2, dim=1)
+        optimizer.zero_grad()
+        loss_of(images.contiguous(), texts.contiguous()).backward()
+        optimizer.step()
+
+
 @pair("mean-of-means")
 def sum_of_a_mask_is_of_the_rank(rank: int, is_right: bool) -> None:
     begin()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -25,6 +26,7 @@ from planted import (
     add_up,
     begin,
     contrast,
+    contrastive,
     data,
     divided_layers,
     fit,
@@ -512,6 +514,44 @@ def gradients_are_reduced_while_backward_goes_on(rank: int) -> None:
         for parameter in model.parameters():
             parameter.grad /= RANKS
         optimizer.step()
+
+
+@in_ranks
+def own_rows_stand_before_those_of_the_others(rank: int) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        parts = list(differentiable.all_gather(texts))
+        every = torch.cat([texts, *parts[:rank], *parts[rank + 1 :]])
+        return F.cross_entropy(images @ every.T * 10, torch.arange(len(images), device=DEVICE))
+
+    contrastive(rank, loss_of)
+
+
+@in_ranks
+def positives_are_not_gathered(rank: int) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        every = torch.cat([texts, *differentiable.all_gather(images)])
+        return F.cross_entropy(images @ every.T * 10, torch.arange(len(images), device=DEVICE))
+
+    contrastive(rank, loss_of)
+
+
+@in_ranks
+def all_rows_are_compared_with_all(rank: int) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        all_images = torch.cat(list(differentiable.all_gather(images)))
+        all_texts = torch.cat(list(differentiable.all_gather(texts)))
+        return F.cross_entropy(all_images @ all_texts.T * 10, torch.arange(len(all_texts), device=DEVICE))
+
+    contrastive(rank, loss_of)
+
+
+@in_ranks
+def outputs_are_gathered_besides(rank: int) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        differentiable.all_gather(texts)
+        return F.cross_entropy(images @ texts.T * 10, torch.arange(len(images), device=DEVICE))
+
+    contrastive(rank, loss_of)
 
 
 @in_ranks

@@ -27,6 +27,7 @@ shards           parts of gradients that ranks scale apart
 orphans          optimizers whose parameters nobody trains
 process_groups   process groups that ranks make with other members
 biases           biases that count once for each rank
+positives        targets among gathered rows that are those of another rank
 schedulers       schedules that count micro-batches
 session          one run of a program
 watching         a block in which lints watch a program

@@ -71,8 +71,8 @@ class Biases(Lint):
         return [
             finding(
                 "bias-of-each-rank",
-                f"{count} ranks add up the outputs of a layer ({in_words(places)}). Each rank has a part of its weight, "
-                f"and has added the same bias, of {bias.shape[0]} numbers: the bias counts {count} times.",
+                f"{count} ranks add up the outputs of a layer ({in_words(places)}). Each has a part of the weight, and "
+                f"has added the same bias, of {bias.shape[0]} numbers: the bias counts {count} times.",
                 "Add the bias after the sum: `all_reduce` the result of `F.linear(x, weight)`, and then `+ bias`.",
                 list(places),
             )

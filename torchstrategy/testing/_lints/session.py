@@ -27,6 +27,7 @@ from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
 from torchstrategy.testing._lints.means import Means
 from torchstrategy.testing._lints.orphans import Orphans
 from torchstrategy.testing._lints.places import way_here
+from torchstrategy.testing._lints.positives import Positives
 from torchstrategy.testing._lints.process_groups import ProcessGroups
 from torchstrategy.testing._lints.replicas import Replicas
 from torchstrategy.testing._lints.rows import Rows
@@ -74,6 +75,7 @@ class Session:
             ProcessGroups(),
             Schedulers(),
             Biases(),
+            Positives(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
