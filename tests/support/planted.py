@@ -202,6 +202,11 @@ def gradients_are_unscaled_before_they_are_reduced(rank: int, is_right: bool) ->
 
 
 @pair("step-skipped-by-some")
+def adamw_is_scaled_before_gradients_are_reduced(rank: int, is_right: bool) -> None:
+    scaled_by_hand(rank, is_right, functools.partial(torch.optim.AdamW, fused=True))
+
+
+@pair("step-skipped-by-some")
 def fused_gradients_are_unscaled_before_they_are_reduced(rank: int, is_right: bool) -> None:
     scaled_by_hand(rank, is_right, functools.partial(torch.optim.SGD, fused=True))
 
@@ -886,6 +891,31 @@ def bias_is_added_by_hand_before_torchs_sum(rank: int, is_right: bool) -> None:
         if is_right:
             return differentiable.all_reduce(part @ down.T) + bias
         return differentiable.all_reduce(part @ down.T + bias)
+
+    divided_layers(rank, finish)
+
+
+class Scattered(torch.autograd.Function):
+    """The sum of what all ranks give, of which each gets some rows."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        rows = part.new_empty(len(part) // RANKS, *part.shape[1:])
+        dist.reduce_scatter_tensor(rows, part.contiguous())
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        whole = gradient.new_empty(len(gradient) * RANKS, *gradient.shape[1:])
+        dist.all_gather_into_tensor(whole, gradient.contiguous())
+        return whole
+
+
+@pair("bias-of-each-rank")
+def bias_is_added_before_rows_are_scattered(rank: int, is_right: bool) -> None:
+    def finish(part: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = Scattered.apply(F.linear(part, down, None if is_right else bias))
+        return rows + bias if is_right else rows
 
     divided_layers(rank, finish)
 

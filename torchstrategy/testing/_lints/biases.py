@@ -46,7 +46,7 @@ class Biases(Lint):
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         is_sum = told.kind in ("all_reduce", "reduce_scatter") and told.detail == "sum"
-        if not is_sum or len(told.ranks) < 2 or not told.gives or told.gives[0].dim() < 2:
+        if not is_sum or len(told.ranks) < 2 or not told.gives:
             return
         node = told.gives[0].grad_fn or _input_of_the_function()
         if node is None:
@@ -60,7 +60,8 @@ class Biases(Lint):
             del self._waiting[next(iter(self._waiting))]  # the others will never look at it
         layer = _layer_under(node)
         sizes = told.gives[0].shape
-        has_its_bias = layer is not None and layer.bias.shape[0] in (sizes[-1], sizes[1])
+        is_flat = told.kind == "reduce_scatter"  # its pieces have no other sizes
+        has_its_bias = layer is not None and (is_flat or layer.bias.shape[0] in sizes[1:2] + sizes[-1:])
         there = self._waiting.setdefault(told.key, {})
         there[facts.rank] = layer if has_its_bias else None
         if len(there) == len(told.ranks):

@@ -113,7 +113,9 @@ class Replicas(Lint):
                 if not all(taken.way.was_awaited for taken in parted.snapshots.values()):
                     continue  # `Waits` names it
                 places = tuple(taken.place for taken in parted.snapshots.values())
-                grouped[parted.step, parted.has_other_gradients, places, copies.is_wrapped].append((copies, parted))
+                # What skipped steps have done to gradients says nothing more.
+                how = None if skipped_apart(copies, parted) else parted.has_other_gradients
+                grouped[parted.step, how, places, copies.is_wrapped].append((copies, parted))
         wrong = self._of_a_wrong_group([members for members in grouped.values() if members[0][1].step == 0])
         if wrong is not None:
             return [finding("reduced-over-wrong-group", *wrong)]
