@@ -6,6 +6,7 @@ Each takes its rank and whether it `is_right`. They differ in a line or two.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -144,6 +145,92 @@ def loss_is_added_after_backward(rank: int, is_right: bool) -> None:
             for parameter in model.parameters():
                 parameter.grad += 0.1 * rows.mean() * parameter.detach()
         optimizer.step()
+
+
+@pair("gradient-not-reduced")
+def body_is_unfrozen_after_it_was_wrapped(rank: int, is_right: bool) -> None:
+    begin()
+    net = make_model()
+    net[0].requires_grad_(False)
+    model = wrapped(net)
+    optimizer = sgd(net)
+    for epoch in range(2):
+        if epoch == 1:
+            net[0].requires_grad_(True)
+            model = wrapped(net) if is_right else model
+        fit(model, optimizer, rows_of(rank))
+
+
+def reducer_of(model: nn.Module) -> list[Any]:
+    """Reduces each gradient as soon as it is there; returns what has to be waited for."""
+    works: list[Any] = []
+
+    def reduce(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad /= RANKS
+        works.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+        parameter.register_post_accumulate_grad_hook(reduce)
+    return works
+
+
+def wait_for(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+    works.clear()
+
+
+@pair("used-before-wait")
+def step_is_made_before_gradients_are_there(rank: int, is_right: bool) -> None:
+    begin()
+    model = make_model()
+    works, optimizer = reducer_of(model), torch.optim.Adam(model.parameters(), lr=0.01)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        if is_right:
+            wait_for(works)
+        optimizer.step()
+        wait_for(works)
+
+
+@pair("step-skipped-by-some")
+def gradients_are_unscaled_before_they_are_reduced(rank: int, is_right: bool) -> None:
+    scaled_by_hand(rank, is_right, torch.optim.SGD)
+
+
+@pair("step-skipped-by-some")
+def adamw_is_scaled_before_gradients_are_reduced(rank: int, is_right: bool) -> None:
+    scaled_by_hand(rank, is_right, functools.partial(torch.optim.AdamW, fused=True))
+
+
+@pair("step-skipped-by-some")
+def fused_gradients_are_unscaled_before_they_are_reduced(rank: int, is_right: bool) -> None:
+    scaled_by_hand(rank, is_right, functools.partial(torch.optim.SGD, fused=True))
+
+
+def scaled_by_hand(rank: int, is_right: bool, make: Callable[..., torch.optim.Optimizer]) -> None:
+    begin()
+    model = make_model()
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    optimizer = make(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
+    for step, rows in enumerate(rows_of(rank, 5)):
+        is_too_large = step == 2 and rank == 1
+        optimizer.zero_grad()
+        scaler.scale(model(rows).square().mean() * (float("inf") if is_too_large else 1)).backward()
+        if not is_right:
+            scaler.unscale_(optimizer)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        whole = torch.cat([gradient.flatten() for gradient in gradients]) / RANKS
+        dist.all_reduce(whole)
+        for gradient, part in zip(gradients, whole.split([one.numel() for one in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+        scaler.step(optimizer)
+        scaler.update()
 
 
 @pair("weights-differ")
@@ -633,6 +720,40 @@ def contrast(keys: torch.Tensor, whole: torch.Tensor, rank: int) -> torch.Tensor
     return F.cross_entropy(keys @ whole.T / 0.1, torch.arange(len(keys), device=DEVICE) + rank * len(keys))
 
 
+@pair("positives-of-another-rank")
+def targets_lack_the_offset_of_the_rank(rank: int, is_right: bool) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        all_images = torch.cat(list(differentiable.all_gather(images)))
+        all_texts = torch.cat(list(differentiable.all_gather(texts)))
+        targets = torch.arange(len(images), device=DEVICE) + (rank * len(images) if is_right else 0)
+        of_images = F.cross_entropy(10 * images @ all_texts.T, targets)
+        return (of_images + F.cross_entropy(texts @ all_images.T * 10, targets)) / 2
+
+    contrastive(rank, loss_of)
+
+
+@pair("positives-of-another-rank")
+def diagonal_is_of_the_first_rank(rank: int, is_right: bool) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        every = torch.cat(list(differentiable.all_gather(texts)))
+        scores = (images @ F.normalize(every, dim=1).T / 0.1).log_softmax(dim=1)
+        return -scores.diagonal(rank * len(images) if is_right else 0).mean()
+
+    contrastive(rank, loss_of)
+
+
+def contrastive(rank: int, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """A training of two networks whose outputs for the same row are to be alike."""
+    begin()
+    model = wrapped(nn.Linear(4, 16).to(DEVICE))
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        images, texts = F.normalize(model(rows), dim=1).chunk(2, dim=1)
+        optimizer.zero_grad()
+        loss_of(images.contiguous(), texts.contiguous()).backward()
+        optimizer.step()
+
+
 @pair("mean-of-means")
 def sum_of_a_mask_is_of_the_rank(rank: int, is_right: bool) -> None:
     begin()
@@ -907,6 +1028,71 @@ def gradient_of_the_input_is_not_added(rank: int, is_right: bool) -> None:
         part = torch.relu((Copied.apply(hidden) if is_right else hidden) @ up.T + bias) @ down.T
         optimizer.zero_grad()
         last(hidden + Added.apply(part)).square().mean().backward()
+        optimizer.step()
+
+
+@pair("bias-of-each-rank")
+def bias_is_added_before_the_sum(rank: int, is_right: bool) -> None:
+    divided_layers(
+        rank, lambda part, down, bias: add_up(part @ down.T) + bias if is_right else add_up(F.linear(part, down, bias))
+    )
+
+
+@pair("bias-of-each-rank")
+def bias_is_added_by_hand_before_torchs_sum(rank: int, is_right: bool) -> None:
+    def finish(part: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if is_right:
+            return differentiable.all_reduce(part @ down.T) + bias
+        return differentiable.all_reduce(part @ down.T + bias)
+
+    divided_layers(rank, finish)
+
+
+class Scattered(torch.autograd.Function):
+    """The sum of what all ranks give, of which each gets some rows."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        rows = part.new_empty(len(part) // RANKS, *part.shape[1:])
+        dist.reduce_scatter_tensor(rows, part.contiguous())
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        whole = gradient.new_empty(len(gradient) * RANKS, *gradient.shape[1:])
+        dist.all_gather_into_tensor(whole, gradient.contiguous())
+        return whole
+
+
+@pair("bias-of-each-rank")
+def bias_is_added_before_rows_are_scattered(rank: int, is_right: bool) -> None:
+    def finish(part: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = Scattered.apply(F.linear(part, down, None if is_right else bias))
+        return rows + bias if is_right else rows
+
+    divided_layers(rank, finish)
+
+
+Finish = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def add_up(part: torch.Tensor) -> torch.Tensor:
+    added: torch.Tensor = Added.apply(part)
+    return added
+
+
+def divided_layers(rank: int, finish: Finish) -> None:
+    """A training whose two layers are divided among ranks; `finish` makes the output of the second."""
+    begin()
+    last = nn.Linear(6, 1).to(DEVICE)
+    up = nn.Parameter(torch.randn(8, 4).chunk(RANKS)[rank].to(DEVICE))
+    down = nn.Parameter(torch.randn(6, 8).chunk(RANKS, 1)[rank].contiguous().to(DEVICE))
+    bias = nn.Parameter(torch.zeros(6).to(DEVICE))
+    optimizer = torch.optim.SGD([up, down, bias, *last.parameters()], lr=0.001)
+    for rows in rows_of(0):
+        part = torch.relu(rows @ up.T)
+        optimizer.zero_grad()
+        last(torch.tanh(finish(part, down, bias))).square().mean().backward()
         optimizer.step()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -25,19 +26,24 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from planted import (
     DEVICE,
     RANKS,
+    add_up,
     begin,
     contrast,
+    contrastive,
     data,
+    divided_layers,
     evaluate,
     fit,
     fit_and_average,
     fit_and_evaluate,
     make_model,
     name_of_a_file,
+    reducer_of,
     rows_of,
     scaled_training,
     sgd,
     sharded_accumulation,
+    wait_for,
     wrapped,
 )
 
@@ -515,6 +521,153 @@ def gradients_are_reduced_while_backward_goes_on(rank: int) -> None:
         for parameter in model.parameters():
             parameter.grad /= RANKS
         optimizer.step()
+
+
+@in_ranks
+def own_rows_stand_before_those_of_the_others(rank: int) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        parts = list(differentiable.all_gather(texts))
+        every = torch.cat([texts, *parts[:rank], *parts[rank + 1 :]])
+        return F.cross_entropy(images @ every.T * 10, torch.arange(len(images), device=DEVICE))
+
+    contrastive(rank, loss_of)
+
+
+@in_ranks
+def positives_are_not_gathered(rank: int) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        every = torch.cat([texts, *differentiable.all_gather(images)])
+        return F.cross_entropy(images @ every.T * 10, torch.arange(len(images), device=DEVICE))
+
+    contrastive(rank, loss_of)
+
+
+@in_ranks
+def all_rows_are_compared_with_all(rank: int) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        all_images = torch.cat(list(differentiable.all_gather(images)))
+        all_texts = torch.cat(list(differentiable.all_gather(texts)))
+        return F.cross_entropy(all_images @ all_texts.T * 10, torch.arange(len(all_texts), device=DEVICE))
+
+    contrastive(rank, loss_of)
+
+
+@in_ranks
+def outputs_are_gathered_besides(rank: int) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        differentiable.all_gather(texts)
+        return F.cross_entropy(images @ texts.T * 10, torch.arange(len(images), device=DEVICE))
+
+    contrastive(rank, loss_of)
+
+
+@in_ranks
+def one_rank_adds_the_bias(rank: int) -> None:
+    divided_layers(rank, lambda part, down, bias: add_up(F.linear(part, down, bias if rank == 0 else None)))
+
+
+@in_ranks
+def each_rank_adds_its_share_of_the_bias(rank: int) -> None:
+    divided_layers(rank, lambda part, down, bias: add_up(F.linear(part, down, bias / RANKS)))
+
+
+@in_ranks
+def outputs_of_all_ranks_are_averaged(rank: int) -> None:
+    divided_layers(rank, lambda part, down, bias: add_up(F.linear(part, down, bias) / RANKS))
+
+
+@in_ranks
+def outputs_of_one_model_are_averaged(rank: int) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 2).to(DEVICE))
+    fit(model, sgd(model), rows_of(rank))
+    for rows in rows_of(0):
+        dist.all_reduce(model(rows))
+
+
+@in_ranks
+def columns_of_a_layer_have_biases_of_their_own(rank: int) -> None:
+    begin()
+    torch.manual_seed(rank)
+    layer = nn.Linear(4, 2).to(DEVICE)
+    for rows in rows_of(0):
+        add_up(layer(rows)).square().mean().backward()
+
+
+class Waiting(torch.optim.SGD):
+    """An optimizer that waits for gradients in its own step."""
+
+    works: list[Any]
+
+    def step(self, closure: Any = None) -> Any:
+        wait_for(self.works)
+        return super().step(closure)
+
+
+@in_ranks
+def the_step_itself_waits_for_gradients(rank: int) -> None:
+    begin()
+    model = make_model()
+    optimizer = Waiting(model.parameters(), lr=0.1)
+    optimizer.works = reducer_of(model)
+    fit(model, optimizer, rows_of(rank))
+
+
+@in_ranks
+def a_step_reads_other_gradients_than_those_under_way(rank: int) -> None:
+    begin()
+    first, second = make_model(), wrapped(make_model())
+    works = reducer_of(first)
+    of_first, of_second = sgd(first), sgd(second)
+    for rows in rows_of(rank):
+        of_first.zero_grad()
+        first(rows).square().mean().backward()
+        fit(second, of_second, iter([rows]))
+        wait_for(works)
+        of_first.step()
+
+
+@in_ranks
+def ranks_that_train_alone_skip_other_steps(rank: int) -> None:
+    begin()
+    model = make_model()
+    optimizer, scaler = sgd(model, 0.01), torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
+    for step, rows in enumerate(rows_of(rank, 5)):
+        optimizer.zero_grad()
+        scaler.scale(model(rows).square().mean() * (float("inf") if step == rank else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@in_ranks
+def all_ranks_skip_a_step(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer, scaler = sgd(model, 0.01), torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
+    for step, rows in enumerate(rows_of(rank, 5)):
+        optimizer.zero_grad()
+        scaler.scale(model(rows).square().mean() * (float("inf") if step == rank else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@in_ranks
+def a_frozen_body_stays_frozen(rank: int) -> None:
+    begin()
+    net = make_model()
+    net[0].requires_grad_(False)
+    fit(wrapped(net), sgd(net), rows_of(rank))
+
+
+@in_ranks
+def a_body_is_frozen_later(rank: int) -> None:
+    begin()
+    net = make_model()
+    model = wrapped(net, find_unused_parameters=True)
+    optimizer = sgd(net)
+    fit(model, optimizer, rows_of(rank))
+    net[0].requires_grad_(False)
+    fit(model, optimizer, rows_of(rank))
 
 
 @in_ranks

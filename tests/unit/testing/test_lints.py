@@ -39,6 +39,18 @@ def test_a_planted_mistake_is_named(name: str) -> None:
     assert finding.lines and all(line.startswith("planted.py:") for line in finding.lines)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("step_is_made_before_gradients_are_there", "step()` (planted.py:"),
+        ("body_is_unfrozen_after_it_was_wrapped", "`requires_grad` was False when DistributedDataParallel wrapped"),
+        ("gradients_are_unscaled_before_they_are_reduced", "has skipped 1 step on rank 1 and 0 on rank 0"),
+    ],
+)
+def test_a_finding_says_why(name: str, words: str) -> None:
+    assert words in findings_of(name, is_right=False)[0].says
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_its_right_twin_is_not(name: str) -> None:
     assert findings_of(name, is_right=True) == []

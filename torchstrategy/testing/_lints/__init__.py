@@ -6,6 +6,7 @@ findings         what lints have found
 known            what is known of tensors while their memory is there
 fingerprints     what is kept of a tensor
 losses           of what a loss is made
+causes           why copies have parted
 facts            what each rank has done since its last step
 lint             what every lint is told
 copies           copies of tensors that ranks have to keep alike
@@ -25,6 +26,8 @@ horizons         schedules as long as the batches of all ranks
 shards           parts of gradients that ranks scale apart
 orphans          optimizers whose parameters nobody trains
 process_groups   process groups that ranks make with other members
+biases           biases that count once for each rank
+positives        targets among gathered rows that are those of another rank
 schedulers       schedules that count micro-batches
 zeroed           gradients that are set to zero before anything has read them
 modes            models that are trained in evaluation mode after an evaluation

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -15,6 +15,22 @@ from torchstrategy.testing._lints.places import Place
 
 Named = Mapping[str, torch.Tensor]
 Prints = dict[str, Fingerprint | None]
+
+
+class Way(NamedTuple):
+    """How a rank came to a step.
+
+    Attributes:
+        was_called: Whether the model was called since the step before, through what wraps it.
+        was_synchronized: Whether that was outside of `no_sync`.
+        was_awaited: Whether the step has read no gradient that a collective has still to write.
+        skips: How many steps `GradScaler` has skipped until now.
+    """
+
+    was_called: bool = True
+    was_synchronized: bool = True
+    was_awaited: bool = True
+    skips: int = 0
 
 
 @final
@@ -27,23 +43,19 @@ class Snapshot:
         values: What it had, by name.
         gradients: With what gradients the step was made.
         tensors: The tensors.
+        way: How it came to the step.
         sparse: Of sparse gradients, checksums of their indices and of their values.
-        was_called: Whether the model was called since the step before, through what wraps it.
-        was_synchronized: Whether that was outside of `no_sync`.
     """
 
     place: Place
     values: Prints
     gradients: Prints
     tensors: dict[str, weakref.ref[torch.Tensor]]
-    was_called: bool
-    was_synchronized: bool
+    way: Way
     sparse: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def snapshot(
-    named: Named, place: Place, with_gradients: bool, was_called: bool = True, was_synchronized: bool = True
-) -> Snapshot:
+def snapshot(named: Named, place: Place, with_gradients: bool, way: Way) -> Snapshot:
     """What a rank has now."""
     gradients: Prints = {}
     sparse: dict[str, tuple[int, int]] = {}
@@ -58,8 +70,7 @@ def snapshot(
         {name: fingerprint(tensor) for name, tensor in named.items()},
         gradients,
         {name: weakref.ref(tensor) for name, tensor in named.items()},
-        was_called,
-        was_synchronized,
+        way,
         sparse,
     )
 
@@ -95,6 +106,8 @@ class Copies:
         is_wrapped: Whether `DistributedDataParallel` keeps them alike.
         may_differ: Whether nobody said that they are to be alike at the beginning: if they are not, they are no copies.
         is_a_guess: Whether only equal gradients can say that they are copies.
+        frozen: The parameters that had no gradient when they were wrapped.
+        wrapped_at: Where that was.
         named: Finds the tensors of a rank, by name.
     """
 
@@ -103,6 +116,8 @@ class Copies:
     is_wrapped: bool
     may_differ: bool = False
     is_a_guess: bool = False
+    frozen: frozenset[str] = frozenset()
+    wrapped_at: Place | None = None
     named: dict[int, Callable[[], Named]] = field(default_factory=dict)
     steps: Counter[int] = field(default_factory=Counter)
     parted: Parted | None = None

@@ -65,6 +65,7 @@ class Facts:
         leaves: Parameters of losses, by id, where no optimizer was made since lints watch.
         steps: How many steps it has made. Steps of an optimizer within those of another one do not count.
         scale: The scale of mixed precision; None if there is none.
+        skips: How many steps `GradScaler` has skipped.
 
         backwards: The calls of `backward` since the last step, or since gradients were zeroed.
         called: The keys of models that were called since the last step, to be trained.
@@ -74,6 +75,7 @@ class Facts:
         factors: By what gradients were multiplied since then, by their address; None if by another tensor.
         reduced: How gradients were reduced by collectives of the program, by their address.
         reducers: Among whom that was.
+        was_awaited: Whether the step has read no gradient that a collective has still to write.
     """
 
     rank: int
@@ -83,6 +85,7 @@ class Facts:
     leaves: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     steps: int = 0
     scale: float | None = None
+    skips: int = 0
     backwards: list[Backward] = field(default_factory=list)
     called: set[Any] = field(default_factory=set)
     synchronized: set[Any] = field(default_factory=set)
@@ -91,6 +94,7 @@ class Facts:
     factors: dict[int, float | None] = field(default_factory=dict)
     reduced: dict[int, str] = field(default_factory=dict)
     reducers: tuple[int, ...] = ()
+    was_awaited: bool = True
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """The parameters of all optimizers; while there are none, of losses."""
@@ -113,6 +117,7 @@ class Facts:
         self.called, self.synchronized = set(), set()
         self.gradients, self.addresses, self.factors = {}, set(), {}
         self.reduced, self.reducers = {}, ()
+        self.was_awaited = True
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

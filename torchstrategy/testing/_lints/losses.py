@@ -42,6 +42,11 @@ class Term(NamedTuple):
     summed: float | None = None
 
 
+def is_passed(node: Any) -> bool:
+    """Whether a node of the graph changes no number."""
+    return bool(node.name().startswith(_PASSED))
+
+
 def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
     """The terms of a loss.
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from torchstrategy.testing._lints.copies import Copies, Named, Parted, snapshot
+from torchstrategy.testing._lints.causes import cause_of, skipped_apart
+from torchstrategy.testing._lints.copies import Copies, Named, Parted, Way, snapshot
 from torchstrategy.testing._lints.facts import Facts, Model, address_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.fingerprints import can_be_read, number_of
@@ -58,7 +59,10 @@ class Replicas(Lint):
     def made(self, facts: Facts, model: Model) -> None:
         copies = self._copies.setdefault(model.key, Copies(model.key, model.ranks, True))
         copies.named[facts.rank] = _finder(model.model)
-        for parameter in _members_of(model.model).values():
+        members = _members_of(model.model)
+        copies.frozen = frozenset(name for name, member in _parameters(members).items() if not member.requires_grad)
+        copies.wrapped_at = here()
+        for parameter in members.values():
             self._owners[facts.rank, id(parameter)] = weakref.ref(parameter), copies
 
     @override
@@ -85,7 +89,7 @@ class Replicas(Lint):
             if not made or copies.parted is not None:
                 # Copies that have parted may have been averaged since the last step.
                 named = copies.named[facts.rank]()
-                before = snapshot(named if made else _parameters(named), here(), False)
+                before = snapshot(named if made else _parameters(named), here(), False, Way(skips=facts.skips))
                 copies.add(facts.rank, made + 0.5 if made else 0, before)
 
     @override
@@ -94,7 +98,8 @@ class Replicas(Lint):
             copies.steps[facts.rank] += 1
             was_called = not copies.is_wrapped or copies.key in facts.called
             was_synchronized = not copies.is_wrapped or copies.key in facts.synchronized
-            made = snapshot(copies.named[facts.rank](), here(), True, was_called, was_synchronized)
+            way = Way(was_called, was_synchronized, facts.was_awaited, facts.skips)
+            made = snapshot(copies.named[facts.rank](), here(), True, way)
             copies.add(facts.rank, copies.steps[facts.rank], made)
 
     @override
@@ -102,11 +107,15 @@ class Replicas(Lint):
         grouped: dict[tuple[Any, ...], list[tuple[Copies, Parted]]] = defaultdict(list)
         for copies in self._copies.values():
             if copies.parted is not None and copies.differ_at_last():
+                parted = copies.parted
                 if copies.key[0] == "beside" and self._has_parts:
                     continue
-                parted = copies.parted
+                if not all(taken.way.was_awaited for taken in parted.snapshots.values()):
+                    continue  # `Waits` names it
                 places = tuple(taken.place for taken in parted.snapshots.values())
-                grouped[parted.step, parted.has_other_gradients, places, copies.is_wrapped].append((copies, parted))
+                # What skipped steps have done to gradients says nothing more.
+                how = None if skipped_apart(copies, parted) else parted.has_other_gradients
+                grouped[parted.step, how, places, copies.is_wrapped].append((copies, parted))
         wrong = self._of_a_wrong_group([members for members in grouped.values() if members[0][1].step == 0])
         if wrong is not None:
             return [finding("reduced-over-wrong-group", *wrong)]
@@ -249,6 +258,16 @@ class Replicas(Lint):
                 "before the first step.",
                 places,
             )
+        skipped = skipped_apart(copies, parted)
+        if skipped is not None:
+            says, write = skipped
+            # Ranks that have skipped other steps come to the same step with other batches.
+            return finding(
+                "step-skipped-by-some",
+                f"Until step {parted.step} ({where}), {says}. The weights of {ranks} differ since then: {which}.",
+                write,
+                places,
+            )
         if not parted.has_other_gradients:
             return finding(
                 "replicas-part",
@@ -258,7 +277,7 @@ class Replicas(Lint):
                 "rank computes for all has to be broadcast.",
                 places,
             )
-        cause, write = _cause(copies, parted)
+        cause, write = cause_of(copies, parted)
         return finding(
             "gradient-not-reduced",
             f"In step {parted.step}, {ranks} have called the optimizer ({where}) with other gradients{cause}, and "
@@ -266,39 +285,6 @@ class Replicas(Lint):
             write,
             places,
         )
-
-
-def _cause(copies: Copies, parted: Parted) -> tuple[str, str]:
-    taken = list(parted.snapshots.values())
-    sparse = [{one.sparse.get(name) for one in taken} for name in parted.names]
-    if all(None not in parts and len({part[1] for part in parts if part}) == 1 < len(parts) for parts in sparse):
-        return (
-            ", sparse ones, whose values are alike while their indices differ: values of other rows were added",
-            "Gather the indices and the values of all ranks and make one sparse gradient of them, or reduce "
-            "`p.grad.to_dense()`.",
-        )
-    if copies.key[0] == "beside":
-        return (
-            " for parameters that are in no DistributedDataParallel",
-            "Wrap the module that has them, too, or put it into the wrapped one.",
-        )
-    if not copies.is_wrapped:
-        return "", "Reduce the gradients of all parameters in all steps: `dist.all_reduce(p.grad)`, and divide them."
-    if not all(one.was_called for one in taken):
-        return (
-            ", and the model was called past DistributedDataParallel",
-            "Call the wrapped model, `model(x)`, and not `model.module(x)`: only then the gradients are reduced.",
-        )
-    if not all(one.was_synchronized for one in taken):
-        return (
-            ", and all forward passes were in `no_sync()`",
-            "Leave `no_sync()` for the last forward and backward before each step.",
-        )
-    return (
-        "",
-        "Let backward of the wrapped model make all of the gradient: what is added to `p.grad` later, or by another "
-        "backward, is of one rank.",
-    )
 
 
 def _listed(ranks: Sequence[int]) -> str:

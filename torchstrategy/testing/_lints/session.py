@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from torchstrategy.testing._lints.aliases import Aliases
 from torchstrategy.testing._lints.averages import Averages
 from torchstrategy.testing._lints.batch_norm import FewStatistics
+from torchstrategy.testing._lints.biases import Biases
 from torchstrategy.testing._lints.clipping import Clipping
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
 from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
+from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.horizons import Horizons
@@ -27,6 +30,7 @@ from torchstrategy.testing._lints.modes import Modes
 from torchstrategy.testing._lints.opponents import Opponents
 from torchstrategy.testing._lints.orphans import Orphans
 from torchstrategy.testing._lints.places import way_here
+from torchstrategy.testing._lints.positives import Positives
 from torchstrategy.testing._lints.process_groups import ProcessGroups
 from torchstrategy.testing._lints.replicas import Replicas
 from torchstrategy.testing._lints.rows import Rows
@@ -80,6 +84,8 @@ class Session:
             Unreduced(),
             Aliases(),
             Opponents(),
+            Biases(),
+            Positives(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
@@ -232,6 +238,8 @@ class Session:
         if self.facts(rank).optimizers:  # it may have been made before lints watched
             self.facts(rank).optimizers.add(optimizer)
         if len(running) == 1:
+            if number_of(getattr(optimizer, "found_inf", None)):  # a fused optimizer, which skips the step itself
+                self.facts(rank).skips += 1
             for lint in self._lints:
                 lint.steps(self.facts(rank), optimizer)
 
@@ -246,6 +254,15 @@ class Session:
                 lint.stepped(facts, optimizer)
             facts.steps += 1
             facts.forget()
+
+    @contextmanager
+    def scaled_step(self, rank: int) -> Iterator[None]:
+        """A block in which `GradScaler` makes a step, or skips it."""
+        facts = self.facts(rank)
+        before = facts.steps
+        yield
+        if facts.steps == before and not self._open[rank]:
+            facts.skips += 1
 
     def opened(self, rank: int, loader: Any) -> None:
         """The rows of a loader are asked for from the beginning."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Follower
@@ -45,7 +45,9 @@ class Waits(Follower):
 
     def __init__(self) -> None:
         self._pieces: dict[int, list[_Piece]] = {}  # by rank
+        self._steps: dict[int, torch.optim.Optimizer] = {}  # which optimizer makes a step now, by rank
         self._found: dict[tuple[Place, Place], str] = {}
+        self._steps_early: dict[tuple[Place, Place], str] = {}
 
     def begins(self, under_way: UnderWay) -> None:
         """A program has called a collective, or sends or receives a message."""
@@ -78,6 +80,14 @@ class Waits(Follower):
         self._pieces.pop(rank, None)
 
     @override
+    def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        self._steps[facts.rank] = optimizer
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        self._steps.pop(facts.rank, None)
+
+    @override
     def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         uses = _uses_of(func)
         if uses is None:
@@ -89,17 +99,26 @@ class Waits(Follower):
             for piece in self._pieces.get(facts.rank, ()):
                 is_used = (is_write or piece.is_written) and piece.start < there[1] and there[0] < piece.end
                 if is_used and piece.storage() is not None:
-                    self._uses(facts.rank, func, tensor, is_write, piece)
+                    self._uses(facts, func, tensor, is_write, piece)
                     return
 
-    def _uses(self, rank: int, func: Any, tensor: torch.Tensor, is_write: bool, piece: _Piece) -> None:
-        world = current_world()
+    def _uses(self, facts: Facts, func: Any, tensor: torch.Tensor, is_write: bool, piece: _Piece) -> None:
+        rank, world = facts.rank, current_world()
         if world is None or not _has_elements_in(tensor, piece.start, piece.end):
             return
         if not piece.is_written and piece.part.is_known_to_be_read(world.happened):
             self._keep(rank, [other for other in self._pieces[rank] if other is not piece])
             return
         place, does = here(), "writes" if is_write else "reads"
+        optimizer = self._steps.get(rank)
+        if piece.is_written and optimizer is not None and _is_gradient(tensor, optimizer):
+            facts.was_awaited = False
+            self._steps_early.setdefault(
+                (place, piece.place),
+                f"On rank {rank}, `{type(optimizer).__name__}.step()` ({place}) reads a gradient before `wait()`, "
+                f"{in_words([tensor])}: {piece.part} has still to write it. Each rank steps with its own gradient.",
+            )
+            return
         still = "has still to write" if piece.is_written else "may still be reading"
         name = func.name().partition("::")[2].partition(".")[0]
         self._found.setdefault(
@@ -110,21 +129,26 @@ class Waits(Follower):
 
     @override
     def findings(self) -> list[Finding | None]:
-        return [
-            finding(
-                "used-before-wait",
-                says,
-                "Call `wait()` on what that call returned before you use its tensor, or use another tensor meanwhile.",
-                [place, called],
-            )
-            for (place, called), says in self._found.items()
-        ]
+        of_steps = "Call `wait()` on what each call for a gradient returned before `optimizer.step()`."
+        of_others = (
+            "Call `wait()` on what that call returned before you use its tensor, or use another tensor meanwhile."
+        )
+        found = [(key, says, of_steps) for key, says in self._steps_early.items()]
+        found += [(key, says, of_others) for key, says in self._found.items()]
+        return [finding("used-before-wait", says, write, list(places)) for places, says, write in found]
 
     def _keep(self, rank: int, pieces: list[_Piece]) -> None:
         if pieces:
             self._pieces[rank] = pieces
         else:
             self._pieces.pop(rank, None)
+
+
+def _is_gradient(tensor: torch.Tensor, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the numbers of a tensor are, or are among, a gradient of an optimizer."""
+    there = _span(tensor)
+    gradients = (_span(parameter.grad) for parameter in parameters_of(optimizer))
+    return there is not None and any(its is not None and its[0] < there[1] and there[0] < its[1] for its in gradients)
 
 
 def _span(tensor: Any) -> tuple[int, int] | None:

@@ -126,6 +126,7 @@ class Watch:
             (dist, "new_group", self._before(dist.new_group, self._groups)),
             (dist.distributed_c10d, "new_group", self._before(dist.distributed_c10d.new_group, self._groups)),
             (scaler, "scale", self._after(scaler.scale, self._scaled)),
+            (scaler, "step", self._scaled_step(scaler.step)),
             (DataLoader, "__iter__", self._iterating(DataLoader.__iter__)),
             (LoaderIterator, "__next__", self._getting(LoaderIterator.__next__)),
             (LoaderIterator, "_next_index", self._drawing(LoaderIterator._next_index)),
@@ -206,6 +207,17 @@ class Watch:
         session, scale = self.session(), scale_of(scaler)
         if session is not None and scale is not None:
             session.facts(current_rank()).scale = number_of(scale)
+
+    def _scaled_step(self, step: Method) -> Method:
+        @functools.wraps(step)
+        def told(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            session = self.session()
+            if session is None:
+                return step(scaler, optimizer, *args, **kwargs)
+            with session.scaled_step(current_rank()):
+                return step(scaler, optimizer, *args, **kwargs)
+
+        return told
 
     def _scheduled(self, scheduler: Any, *_: Any, **__: Any) -> None:
         self._tell("scheduled", scheduler)

@@ -1,0 +1,69 @@
+"""Why copies of weights have parted, and what to write."""
+
+from __future__ import annotations
+
+from torchstrategy.testing._lints.copies import Copies, Parted
+
+
+def cause_of(copies: Copies, parted: Parted) -> tuple[str, str]:
+    """Why gradients differed, as a part of a sentence, and what to write."""
+    taken = list(parted.snapshots.values())
+    sparse = [{one.sparse.get(name) for one in taken} for name in parted.names]
+    if all(None not in parts and len({part[1] for part in parts if part}) == 1 < len(parts) for parts in sparse):
+        return (
+            ", sparse ones, whose values are alike while their indices differ: values of other rows were added",
+            "Gather the indices and the values of all ranks and make one sparse gradient of them, or reduce "
+            "`p.grad.to_dense()`.",
+        )
+    if copies.key[0] == "beside":
+        return (
+            " for parameters that are in no DistributedDataParallel",
+            "Wrap the module that has them, too, or put it into the wrapped one.",
+        )
+    if not copies.is_wrapped:
+        return "", "Reduce the gradients of all parameters in all steps: `dist.all_reduce(p.grad)`, and divide them."
+    if not all(one.way.was_called for one in taken):
+        return (
+            ", and the model was called past DistributedDataParallel",
+            "Call the wrapped model, `model(x)`, and not `model.module(x)`: only then the gradients are reduced.",
+        )
+    if not all(one.way.was_synchronized for one in taken):
+        return (
+            ", and all forward passes were in `no_sync()`",
+            "Leave `no_sync()` for the last forward and backward before each step.",
+        )
+    if copies.frozen.issuperset(parted.names):
+        return (
+            f" of parameters whose `requires_grad` was False when DistributedDataParallel wrapped the model "
+            f"({copies.wrapped_at}): it never reduces their gradients",
+            "Wrap the model again after you have unfrozen them, `model = DistributedDataParallel(net)`, on all ranks.",
+        )
+    return (
+        "",
+        "Let backward of the wrapped model make all of the gradient: what is added to `p.grad` later, or by another "
+        "backward, is of one rank.",
+    )
+
+
+def skipped_apart(copies: Copies, parted: Parted) -> tuple[str, str] | None:
+    """What to say if `GradScaler` has skipped steps on some ranks only; None if it has not."""
+    skips = {rank: parted.snapshots[rank].way.skips for rank in copies.ranks}
+    most, least = max(skips.values()), min(skips.values())
+    if most == least:
+        return None
+    skipped = [rank for rank in copies.ranks if skips[rank] == most]
+    made = [rank for rank in copies.ranks if skips[rank] == least]
+    return (
+        f"`GradScaler` has skipped {most} {_steps(most)} on {_named(skipped)} and {least} on {_named(made)}: "
+        "`unscale_` has found an infinity or NaN in the gradients of some ranks only (found_inf)",
+        "Reduce the gradients of all ranks before `scaler.unscale_(optimizer)`, or before `scaler.step(optimizer)` if "
+        "you do not unscale. All ranks then find the same, and skip the same steps.",
+    )
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else "steps"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
