@@ -256,7 +256,7 @@ def test_a_release_is_put_beside_the_earlier_ones(monkeypatch: pytest.MonkeyPatc
         publish(site, folder, release)
 
     assert json.loads((folder / "versions.json").read_text()) == [
-        {"version": "0.10", "title": "0.10.0", "aliases": ["latest"]},
+        {"version": "0.10", "title": "0.10.0 (latest)", "aliases": ["latest"]},
         {"version": "0.9", "title": "0.9.1", "aliases": []},
     ]
     texts = {name: (folder / name / "index.html").read_text() for name in ("0.9", "0.10", "latest")}
