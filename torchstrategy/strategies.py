@@ -5,10 +5,12 @@ A base class holds the constructor of those that TensorFlow 1 has, too: `compat.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchstrategy._base.context import current_strategy, set_strategy
@@ -251,6 +253,8 @@ class MirroredBase(StrategyBase):
     ) -> None:
         count = check_count(examples)
         on = devices_of_replicas("devices", devices)
+        if devices is None:
+            _warn_if_each_process_trains_alone()
         ops = default_for(on) if cross_device_ops is None else cross_device_ops
         require_type(ops, CrossDeviceOps, "cross_device_ops is a torchstrategy.CrossDeviceOps or None")
         ops._check_devices(on)
@@ -261,6 +265,26 @@ class MirroredBase(StrategyBase):
         if len(on) == 1:
             ops = ReductionToOneDevice()
         super().__init__(ReplicatedExtended(storage, gradient_reduction, ops, count))
+
+
+def _warn_if_each_process_trains_alone() -> None:
+    """Warns in a process that a launcher started beside others, and that has not joined them.
+
+    With no list of devices, each of them would train the same job on all devices of its machine. Whoever names the
+    devices, or has joined the processes before, may mean what the program says.
+    """
+    count = os.environ.get("WORLD_SIZE", "")
+    is_one_of_several = count.isdecimal() and int(count) > 1 and {"RANK", "MASTER_ADDR"} <= os.environ.keys()
+    if not is_one_of_several or (dist.is_available() and dist.is_initialized()):
+        return
+    warn(
+        f"MirroredStrategy() was made in process {os.environ['RANK']} of {count} that torchrun or another launcher "
+        "started: RANK, WORLD_SIZE and MASTER_ADDR are set. It knows nothing of the others, so each of them trains "
+        "alone: the same job, on all devices of its machine. To train together, write "
+        "torchstrategy.MultiWorkerMirroredStrategy(). If each is to train alone, say on which devices: "
+        "MirroredStrategy(devices) does not warn.",
+        UserWarning,
+    )
 
 
 @final
@@ -277,7 +301,8 @@ class MirroredStrategy(MirroredBase, Strategy):
 
     Args:
         devices: The device of each replica. A device may stand there several times: `["cpu"] * 4` are four replicas on
-            one CPU. None: all accelerators of this machine, or one CPU where there is none.
+            one CPU. None: all accelerators of this machine, or one CPU where there is none; a warning says so in a
+            process that `torchrun` started beside others.
         cross_device_ops: How gradients, and what `reduce` is given, are brought together. None: by NCCL where all
             devices are different CUDA devices, else on the first device.
         gradient_reduction: How the gradients of the replicas become one; see `RunOptions`. None: `"mean"`, with a

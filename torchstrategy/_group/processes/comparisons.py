@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import marshal
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
+from torchstrategy._base.errors import plural
 from torchstrategy._base.marks import digest_of
 
 
@@ -39,7 +41,7 @@ def describe_difference(of_all: Sequence[tuple[str, _Compared]]) -> str:
         listed = [f"worker {w} has {', '.join(own) or 'nothing of this'}" for w, own in enumerate(differing)]
         return _UNLIKE.format(places[0], ", ".join(listed))
     listed = [", ".join([f"worker {w} is at {places[w]}", *own]) for w, own in enumerate(differing)]
-    return APART.format(", ".join(listed))
+    return APART.format(", ".join(listed)) + hint_of_one_alone(dict(enumerate(places)))
 
 
 def _differing(compared: _Compared, of_all: Sequence[tuple[str, _Compared]]) -> list[str]:
@@ -68,7 +70,53 @@ def describe_standstill(places: Mapping[int, str], names: Sequence[str]) -> tupl
         _, refuses, why = place.partition(WHICH_IT_REFUSED)
         if refuses:
             return _REFUSED_BY_ONE.format(names[w], why.rstrip(".")), [w]
-    return APART.format(", ".join(f"worker {w} is at {places[w]}" for w in sorted(places))), []
+    listed = ", ".join(f"worker {w} is at {places[w]}" for w in sorted(places))
+    return APART.format(listed) + hint_of_one_alone(places), []
+
+
+class _Place(NamedTuple):
+    """Where a worker is, in the parts of its words."""
+
+    run: int
+    exchange: str
+    call: str  # of the user's, outside of the step; empty in a run
+
+
+def _place_of(text: str) -> _Place | None:
+    match = _WORDS_OF_PLACE.match(text)
+    if match is None:
+        return None
+    exchange = match["exchange"]
+    is_in_run = match["point"] not in ("the first run", "the end of strategy.run")
+    call = "" if is_in_run else next((call for start, call in _CALLS.items() if exchange.startswith(start)), "")
+    return _Place(int(match["run"]), exchange, call)
+
+
+def is_outside_of_step(place: str) -> bool:
+    """Whether a worker that waits there has itself called something that asks all workers, outside of its step."""
+    found = _place_of(place)
+    return found is not None and bool(found.call)
+
+
+def hint_of_one_alone(places: Mapping[int, str]) -> str:
+    """What to add if workers are apart as they are where one alone validates or logs; otherwise nothing.
+
+    That is so if a worker has made a call outside of its step that another one has not made, and if one has made more
+    runs than another one. Workers that part within a step have another reason, such as a decision by their rows.
+    """
+    found = {w: place for w, text in sorted(places.items()) if (place := _place_of(text)) is not None}
+    first = min(found, default=0)
+    other = next((w for w in found if found[w] != found[first]), None)
+    if other is None:
+        return ""
+    one, another = found[first], found[other]
+    if one.exchange == another.exchange:
+        calls = [f"worker {w} called strategy.run {plural(found[w].run, 'time')}" for w in (first, other)]
+    elif one.call != another.call:
+        calls = [f"worker {w} {found[w].call or 'called strategy.run'}" for w in (first, other)]
+    else:
+        return ""
+    return f" Here, {calls[0]} while {calls[1]}: {_LET_ALL}"
 
 
 def comparable(named: Any) -> bytes:
@@ -129,6 +177,21 @@ _REFUSED_BY_ONE = (
 _UNLIKE = (
     "The workers are not alike at {}: {}. Every worker must have the same there: make models, optimizers and their "
     "settings alike in all of them, and change them in all at the same time."
+)
+
+# A place in the words of `ProcessGroup`: the point, the run, and the exchange.
+_WORDS_OF_PLACE = re.compile(r"(?P<point>.*?) of run (?P<run>\d+) \((?P<exchange>.*?)(?: with \[|$)", re.DOTALL)
+
+# What a user has called, by the beginning of what the exchange is called.
+_CALLS = {
+    "reduce(": "called strategy.reduce",
+    "gather(": "called strategy.gather",
+    "strategy.barrier": "called strategy.barrier",
+    "the beginning of an iteration": "began to iterate over a dataset",
+}
+
+_LET_ALL = (
+    "if one worker alone validates or logs, let all workers make these calls, and let one of them print the result."
 )
 
 APART = (

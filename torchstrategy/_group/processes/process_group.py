@@ -454,7 +454,7 @@ class ProcessGroup(Workers):
             self._lines.listen(_LISTEN_S)
             told = told_of_lost(self._lines, self._names, self.index)
         if told is None:
-            told, blamed = guess_lost(self._lines, self._names, time.monotonic() - self._waits_since, error)
+            told, blamed = guess_lost(self._lines, self._names, where, time.monotonic() - self._waits_since, error)
             self._lines.say("verdict", told, blamed=blamed)
         return WorkerError(f"{told.rstrip('.')}. This is {self._who}, which waited at {where}.")
 

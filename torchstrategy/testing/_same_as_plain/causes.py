@@ -58,23 +58,25 @@ class Cause(NamedTuple):
     Args:
         text: What the cause is, and what to do.
         rest: The problem without this cause, in which to look for others; None: this cause explains everything.
+        is_proved: Whether another training has shown that the two agree, or differ, because of this cause.
     """
 
     text: str
     rest: Problem | None = None
+    is_proved: bool = False
 
 
 def causes(problem: Problem, mismatch: Mismatch) -> list[str]:
-    """The causes of a difference, the strongest evidence first; empty if it is none of the usual causes."""
+    """The causes of a difference, those first that are proved; empty if it is none of the usual causes."""
     problem = dataclasses.replace(problem, batches=problem.batches[: mismatch.step + 1])
     found: list[str] = []
     for look in _LOOKS:
         cause = look(problem, mismatch)
         if cause is None:
             continue
-        found.append(cause.text)
         if cause.rest is None:
-            return found
+            return [cause.text, *found] if cause.is_proved else [*found, cause.text]
+        found.append(cause.text)
         problem = dataclasses.replace(cause.rest, ignore=problem.ignore | {"order"})
         if agrees(problem):
             return [*found[:-1], f"{found[-1]} Without {'it' if len(found) == 1 else 'all of this'} the two agree."]
@@ -88,7 +90,8 @@ def _without_replicas(problem: Problem, mismatch: Mismatch) -> Cause | None:
     return Cause(
         f"Two trainings in plain PyTorch differ as well: {problem.step_name} keeps state outside of the model and the "
         "optimizer that this check cannot put back before each training (an iterator, a file, an object of a library), "
-        f"or uses a generator of random numbers that it cannot seed. All replicas share such state. {KEEP_STATE}"
+        f"or uses a generator of random numbers that it cannot seed. All replicas share such state. {KEEP_STATE}",
+        is_proved=True,
     )
 
 
@@ -96,8 +99,10 @@ def _rounding(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if not is_like_rounding(mismatch, words_in(problem.step)) or not agrees(in_double(problem)):
         return None
     return Cause(
-        "Rounding: in float64 the two agree. The model makes more of it than is usual: say how much to allow, as in "
-        "rtol=1e-3, or make the model and the batches float64 for this test."
+        "Rounding: in float64 the two agree. Replicas add the same numbers in another order, and a model can make more "
+        "of that than is usual, most of all with ReLU and batch norm and after some steps. Compare in float64: "
+        "model.double() in model_fn, and batches of that dtype. Or say how much to allow, as in rtol=1e-3.",
+        is_proved=True,
     )
 
 
@@ -131,7 +136,8 @@ def _order(problem: Problem, mismatch: Mismatch) -> Cause | None:
     return Cause(
         f"With the replicas in another order, {problem.step_name} gives another result: replicas share something that "
         f"it writes and reads (a list, a counter, a cache, a generator).{shared} {KEEP_STATE} "
-        "On several accelerators replicas run at the same time, in no order at all."
+        "On several accelerators replicas run at the same time, in no order at all.",
+        is_proved=True,
     )
 
 
@@ -175,7 +181,8 @@ def _own_count(problem: Problem, mismatch: Mismatch) -> Cause | None:
         "The loss is a mean over tokens, or over what a mask or class weights leave of the rows: "
         f"{told}. But gradients are weighted by {by}. With RunOptions(gradient_reduction='loss') gradients and "
         "parameters agree: run the step with that option, or make the strategy with it. Or say how much each replica "
-        "counts, RunOptions(examples=lambda batch: ...), with what the loss is divided by."
+        "counts, RunOptions(examples=lambda batch: ...), with what the loss is divided by.",
+        is_proved=True,
     )
 
 
@@ -201,18 +208,22 @@ def _reduction(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if other is ReduceOp.MEAN:
         return Cause(
             f"The loss is a mean over the rows of each replica, and the replicas' gradients are added{times}. {proof} "
-            "Leave the gradients to be averaged, or divide the loss by the rows of the whole batch."
+            "Leave the gradients to be averaged, or divide the loss by the rows of the whole batch.",
+            is_proved=True,
         )
     if grows_with_rows(problem):
         return Cause(
             f"The loss is a sum over rows, and the replicas' gradients are averaged{times}. {proof} Make the loss a "
-            "mean over the rows that it is given (losses.mean()), or run the step with that option. (With every row "
-            "twice, plain PyTorch's gradient is twice as large.)"
+            "mean over the rows that it is given (losses.mean()), or run the step with that option. How this is known: "
+            "on a batch that has each row two times, plain PyTorch's gradient is twice as large, as only that of a sum "
+            "is.",
+            is_proved=True,
         )
     return Cause(
         f"The loss depends on the number of replicas{_reads_count(problem)}: it is divided by it, and the replicas' "
         f"gradients are averaged as well{times}. {proof} Make the loss a mean over the rows that the replica has "
-        "(losses.mean()) and divide by nothing else, or run the step with that option."
+        "(losses.mean()) and divide by nothing else, or run the step with that option.",
+        is_proved=True,
     )
 
 
@@ -251,7 +262,8 @@ def _row_statistics(problem: Problem, mismatch: Mismatch) -> Cause | None:
         f"A statistic of the batch in the step: {' and '.join(map(str, places))}. Each replica computes it from its "
         "own rows, one device from those of the whole batch. With the numbers of the whole batch there the two agree. "
         "Add up in all replicas what it is made of, such as the sum and the count of a mean, with "
-        "get_replica_context().all_reduce('sum', ...). Or compute it before the batch is distributed."
+        "get_replica_context().all_reduce('sum', ...). Or compute it before the batch is distributed.",
+        is_proved=True,
     )
 
 

@@ -218,7 +218,9 @@ def _difference(pair: Pair, tolerance: Tolerance, reference: str, largest: float
     allowed = rtol * (norm + largest) + (0.0 if pair.section == "optimizer" else atol)
     if error <= allowed:
         return None
-    limit = f"allowed: {allowed:.2g}, rtol={rtol:g}, atol={atol:g}"
+    norms = "the norm and of that of the largest gradient" if largest else "the norm"
+    least = "" if pair.section == "optimizer" else f", and atol={atol:g}"
+    limit = f"allowed: {allowed:.2g}, which is rtol={rtol:g} of {norms}{least}"
     if got.dim() == 0:
         return Difference(pair, f"is {_shown(got)}, {reference} {_shown(expected)} (off by {error:.3g}; {limit})")
     if error == float("inf"):

@@ -64,6 +64,10 @@ def assert_same_as_plain(
     largest one. Integers have to be equal, a Python float counts as of torch's default dtype, and NaN is equal to NaN.
     For a step that computes in a lower precision than its parameters have (autocast, TF32), give `rtol`.
 
+    Compare in float64 if you can: `model_fn` returns `Net().double()`, and the batches have that dtype. In float32,
+    replicas part visibly from one device after some steps, most of all with ReLU and batch norm, though nothing is
+    wrong: a sum in another order rounds otherwise, and the next step makes more of it.
+
     Each training begins with the globals, closure variables, attributes, lists and dicts that the step found, and goes
     on with what it wrote there itself. Afterwards they are what they were before the check.
 
@@ -71,15 +75,17 @@ def assert_same_as_plain(
     gradients agree, plain PyTorch makes its update from the gradients of the replicas: the trainings do not drift
     apart, and the update itself is compared up to rounding.
 
-    The message of the failure names the step, what differs and by how much, and the cause. The cause is found by
-    training again without dropout, without batch statistics, with another reduction and so on. Random numbers (torch's,
+    The message of the failure names the step, what differs and by how much, what was allowed, and the causes. They are
+    found by training again without dropout, without batch statistics, with another reduction and so on. A cause that
+    such a training has proved comes first. Random numbers (torch's,
     Python's, numpy's, and those of generators that the step holds) go on afterwards as if nothing had been drawn.
 
     Args:
         step: Called as `step(model, optimizer, batch)`: the ordinary training step, with nothing of this in it.
         model_fn: Makes a new model at each call: a module, or a list, tuple or dict of modules.
         optimizer_fn: Makes the optimizer of what `model_fn` made, or a list, tuple or dict of them. None: there is
-            none, and the step is given None.
+            none, and the step is given None. A learning-rate scheduler belongs to its optimizer, so make it here, too,
+            and keep it as an attribute of the optimizer: see the second example.
         batches: A few batches, as a loader yields them. All are taken before the first step, so they have to end. Let
             one of them be uneven, such as 7 rows for 4 replicas: if none is, a warning says so.
         strategy: The strategy to compare with plain PyTorch.
@@ -112,6 +118,18 @@ def assert_same_as_plain(
         ...     return torch.optim.Adam(model.parameters())
         >>> batches = torch.utils.data.DataLoader(torch.rand(20, 2), batch_size=8)  # 3, 3, 2 rows
         >>> torchstrategy.testing.assert_same_as_plain(step, model_fn, optimizer_fn, batches, strategy)
+
+        With a scheduler:
+
+        >>> def with_scheduler(model):
+        ...     optimizer = optimizer_fn(model)
+        ...     optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+        ...     return optimizer
+        >>> def scheduled_step(model, optimizer, batch):
+        ...     losses = step(model, optimizer, batch)
+        ...     optimizer.scheduler.step()
+        ...     return losses
+        >>> torchstrategy.testing.assert_same_as_plain(scheduled_step, model_fn, with_scheduler, batches, strategy)
     """
     _check_kinds(step, model_fn, optimizer_fn, strategy, options, seed)
     if has_strategy():
