@@ -5,6 +5,7 @@ When torch moves one of them, this file changes and no other does.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 import threading
@@ -519,8 +520,15 @@ def keep_graphs_here() -> None:
     them where they are missing.
     """
     if torch.__version__ < "2.13":  # which compares the numbers, and no text
-        torch._C._stash_obj_in_tls("tree_manager_containers", {})
-        torch._C._stash_obj_in_tls("tree_manager_locks", defaultdict(threading.Lock))
+        tables: dict[str, object] = {
+            "tree_manager_containers": {},
+            "tree_manager_locks": defaultdict(threading.Lock),
+        }
+        for name, table in tables.items():
+            # When the thread ends, torch lets go of a reference to the table that it has never taken. Without one that
+            # is its own, Python would free the table at once, and torch would free other memory later.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))
+            torch._C._stash_obj_in_tls(name, table)
 
 
 def keep_what_stands_in_for_gpus() -> None:
