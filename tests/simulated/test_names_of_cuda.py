@@ -29,6 +29,7 @@ REFUSED = {
     *("caching_allocator_alloc", "caching_allocator_delete"),
     *("clock_rate", "power_draw", "temperature"),
     *("host_memory_stats", "host_memory_stats_as_nested_dict"),
+    *("export_dot", "export_graph_data", "graph_annotations"),  # of captured graphs, since torch 2.14
 }
 
 

@@ -50,6 +50,7 @@ def test_there_are_no_other_variables_of_a_process() -> None:
     """If torch gets a new one, ranks may have to have one each."""
     constants = {"_GLOO_AVAILABLE", "_MPI_AVAILABLE", "_NCCL_AVAILABLE", "_UCC_AVAILABLE", "_XCCL_AVAILABLE"}
     constants |= {"_TORCHCOMM_AVAILABLE", "_DistributedBackendOptions", "_CollOp", "_P2POpMeta"}
+    constants |= {"_FR_SELF_RECORDING_BACKENDS"}
     kinds = (dict, list, set, int, type(None))
     found = {
         name
@@ -83,6 +84,7 @@ def test_there_are_no_other_variables_of_a_process_in_any_module() -> None:
         "_module_state_mapping",  # by module, and each rank has modules of its own
         "_sharded_tensor_current_id",  # numbers of tensors, each of which is given once
         "_sharded_tensor_map",
+        "_spmd_types_available",  # whether a package is installed
     }
     not_there = {
         "_is_test_mode",  # symmetric memory of GPUs
@@ -95,6 +97,8 @@ def test_there_are_no_other_variables_of_a_process_in_any_module() -> None:
         "_compiled_create_block_mask",
         "_dispatch_mode",
         "_cp_options",
+        *("_libcuda", "_loop"),  # of transports between GPUs
+        "_watchdog",  # of the same, since torch 2.15
     }
     found: set[str] = set()
     for _, text in _files():

@@ -78,7 +78,7 @@ def groups_of(
         return [make_named_group(f"{name}/{index}", ranks, kind, timeout) for index, kind in enumerate(kinds)]
     is_part = group is not None
     made = [dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part) for kind in kinds]
-    return [one for one in made if one is not None]
+    return [one for one in made if isinstance(one, dist.ProcessGroup)]  # a process that is in none gets something else
 
 
 def meeting_of(

@@ -103,6 +103,12 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     abort = shutdown
 
+    supports_coalescing = False
+
+    def _get_backend(self, device: Any) -> RankGroup:
+        """What has the group's collectives on a device: since torch 2.14, `batch_isend_irecv` asks any group for it."""
+        return self
+
     def _start_coalescing(self, device: Any) -> None:
         """Collectives in a coalescing block are held one by one: each is checked, and each is in the record."""
 

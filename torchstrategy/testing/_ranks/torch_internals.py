@@ -226,6 +226,8 @@ def groups_made_by(
         for unused in ("device_id", "backend_options", "pg_options"):
             options.pop(unused, None)
         rank, size = ranks(rank, size) if not members else (rank, size)
+        group: Any
+        kept: Any
         group, kept = real(size, rank, members, dist.Backend(_BACKEND), store, name, **options)
         if group in c10d._world.pg_map:
             c10d._world.pg_map[group] = (dist.Backend(str(backend)), kept)  # what `dist.get_backend` says

@@ -257,10 +257,13 @@ def missing_names(served: set[str]) -> Iterator[tuple[Any, str, Any]]:
     for name in torch.cuda.__all__:
         if name not in served and name not in AS_THEY_ARE:
             yield torch.cuda, name, _refused(f"torch.cuda.{name}")
-    # Where torch was built without CUDA, it has classes in place of some functions, which nobody can use.
     for name, value in list(vars(CPP).items()):
-        if name.startswith("_cuda_") and isinstance(value, type) and value.__module__ == "torch._utils":
-            yield CPP, name, _OF_CPP.get(name) or _refused(f"torch._C.{name}")
+        if name in _OF_CPP:
+            # Where torch was built with CUDA, its own function would ask the driver, which need not be there.
+            yield CPP, name, _OF_CPP[name]
+        elif name.startswith("_cuda_") and isinstance(value, type) and value.__module__ == "torch._utils":
+            # Where torch was built without CUDA, it has classes in place of some functions, which nobody can use.
+            yield CPP, name, _refused(f"torch._C.{name}")
 
 
 def _refused(name: str) -> Any:
