@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -44,6 +45,22 @@ def test_the_variables_of_torch_distributed_are_those_that_a_group_writes() -> N
     assert seen["_backend"] == "gloo" and seen["_default_pg_init_method"] == "env://"
     assert seen["_world"].default_pg is not None and seen["_group_count"] >= 1
     assert internals.take_variables() == before
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch deprecates the functions
+def test_a_module_that_a_rank_imports_keeps_no_group_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of `torch.distributed.nn` have the default group as a default: all ranks got that of the first."""
+    name = "torch.distributed.nn.functional"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def main(rank: int) -> float:
+        dist.init_process_group("gloo")
+        assert dist.group.WORLD is c10d._get_default_group()
+        total: torch.Tensor = importlib.import_module(name).all_reduce(torch.ones(1) + rank)
+        return total.item()
+
+    assert run_ranks(main, 2)[0] == [3.0, 3.0]
+    assert dist.group.WORLD is None
 
 
 def test_there_are_no_other_variables_of_a_process() -> None:

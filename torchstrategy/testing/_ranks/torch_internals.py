@@ -6,13 +6,13 @@ test for each.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from types import ModuleType
 from typing import Any, final
 
 import torch
@@ -237,7 +237,7 @@ def groups_made_by(
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
         yield (store_of(), *ranks(rank, world_size))
 
-    in_place: list[tuple[ModuleType, str, Any]] = [
+    in_place: list[tuple[Any, str, Any]] = [
         (c10d, "_new_process_group_helper", helper),
         (c10d, "rendezvous", rendezvous),
         (c10d, "_store_based_barrier", lambda *args, **options: None),
@@ -245,6 +245,7 @@ def groups_made_by(
         (torch.cuda.nccl, "version", lambda: _NCCL),
         (dist, "TCPStore", lambda *args, **options: store_of()),
         (dist, "FileStore", lambda *args, **options: store_of()),
+        (_GROUPS, "WORLD", property(_read_default_group, _GROUPS.WORLD.fset)),
     ]
     try:
         with replacing(in_place):
@@ -252,6 +253,25 @@ def groups_made_by(
     finally:
         plugins: Any = dist.Backend._plugins
         del plugins[_BACKEND.upper()]  # it holds all of the run
+
+
+_GROUPS: Any = c10d._WorldMeta  # the class of `group`, whose `WORLD` is the default group
+
+
+def _read_default_group(_: Any) -> Any:
+    """What `torch.distributed.group.WORLD` is.
+
+    Some functions of torch have it as the default of an argument. A module that a rank imports after
+    `init_process_group` would keep the group of this rank for all others. None means the same to these functions, and
+    is what they have where the module is imported before.
+    """
+    here = inspect.currentframe()
+    reader = None if here is None else here.f_back
+    if reader is not None and str(reader.f_globals.get("__name__")).startswith("torch."):
+        is_in_function = reader.f_code.co_flags & inspect.CO_OPTIMIZED  # and not in the body of a module or a class
+        if not is_in_function:
+            return None
+    return c10d._world.default_pg
 
 
 def _config_of(backend: str) -> str:
