@@ -11,7 +11,7 @@ import pytest
 
 import torchstrategy
 from conditions import needs_fork, needs_signals, takes_long
-from processes import python, without_leaks_of_triton
+from processes import python
 
 ROOT = Path(torchstrategy.__file__).resolve().parents[1]
 
@@ -362,4 +362,4 @@ EXITS: dict[str, str] = {
 @pytest.mark.parametrize("program", EXITS.values(), ids=EXITS)
 def test_the_interpreter_exits_without_a_word(program: str) -> None:
     done = run_program(program)
-    assert (done.returncode, without_leaks_of_triton(done.stderr), done.stdout) == (0, "", "")
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")

@@ -26,12 +26,15 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """What `python *arguments` does in a folder, with changes to the environment.
 
-    A program that takes longer than `timeout` seconds prints the stacks of all its threads, and exits with 1.
+    A program that takes longer than `timeout` seconds prints the stacks of all its threads, and exits with 1. What
+    triton leaks is left out of what it prints.
     """
     environment = {**os.environ, **LEAN, **environment}
     if not FORKS:
         new = [sys.executable, *arguments]
-        return subprocess.run(new, capture_output=True, text=True, cwd=folder, env=environment, timeout=timeout)
+        done = subprocess.run(new, capture_output=True, text=True, cwd=folder, env=environment, timeout=timeout)
+        done.stderr = _without_leaks_of_triton(done.stderr)
+        return done
     with tempfile.TemporaryDirectory() as outputs:
         stdout, stderr = Path(outputs, "stdout"), Path(outputs, "stderr")
         program = {
@@ -42,10 +45,11 @@ def python(
             "outputs": [str(stdout), str(stderr)],
         }
         code = _exit_code(json.dumps(program))
-        return subprocess.CompletedProcess(arguments, code, stdout.read_text(), stderr.read_text())
+        said = _without_leaks_of_triton(stderr.read_text())
+        return subprocess.CompletedProcess(arguments, code, stdout.read_text(), said)
 
 
-def without_leaks_of_triton(stderr: str) -> str:
+def _without_leaks_of_triton(stderr: str) -> str:
     """What a process has said, without the list of what triton leaks.
 
     A torch for CUDA may load triton. Its binding, nanobind, makes this list where Python ends and a thread still runs.
