@@ -299,6 +299,7 @@ NOT_RUN = (
     "torchstrategy.testing.simulate_devices(n)",
     "model.module(x)",  # what not to call
     "optimizer.step(closure)",  # the step's own closure
+    "model.set_requires_gradient_sync(True)",  # a model of FSDP2, which no strategy is needed for
 )
 
 
