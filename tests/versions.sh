@@ -38,7 +38,7 @@ else
   install=("$environment/bin/python" -m pip install --quiet)
 fi
 # Without constraints.txt, which pins another torch.
-"${install[@]}" "torch==$torch" -e '.[dev]'
+"${install[@]}" "torch==$torch" 'setuptools>=70.1' -e '.[dev]' # older ones make no wheels by themselves
 
 if [ "${1:-}" = names ]; then
   exec "$environment/bin/python" tests/house/torch_names.py

@@ -326,7 +326,7 @@ def test_a_mesh_that_another_rank_has_sent_is_ones_own() -> None:
 
 
 def test_meshes_outside_of_a_run_have_no_mark() -> None:
-    init, setstate = DeviceMesh.__init__, DeviceMesh.__setstate__
+    init, setstate = DeviceMesh.__init__, getattr(DeviceMesh, "__setstate__", None)  # torch 2.10 has none
 
     def main(rank: int) -> DeviceMesh:
         dist.init_process_group("gloo")
@@ -334,4 +334,4 @@ def test_meshes_outside_of_a_run_have_no_mark() -> None:
 
     first, second = run_ranks(main, 2)[0]
     assert first != second
-    assert (DeviceMesh.__init__, DeviceMesh.__setstate__) == (init, setstate)
+    assert DeviceMesh.__init__ is init and getattr(DeviceMesh, "__setstate__", None) is setstate

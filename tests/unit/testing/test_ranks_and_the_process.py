@@ -207,6 +207,7 @@ def test_timers_of_a_process_are_refused() -> None:
 # The profiler
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.10
 def test_one_rank_profiles() -> None:
     def main(rank: int) -> int:
         dist.init_process_group("gloo")
