@@ -627,28 +627,26 @@ def a_step_reads_other_gradients_than_those_under_way(rank: int) -> None:
         of_first.step()
 
 
-@in_ranks
-def ranks_that_train_alone_skip_other_steps(rank: int) -> None:
-    begin()
-    model = make_model()
+def skip_the_step_of_the_rank(model: nn.Module, rank: int) -> None:
+    """A scaled training in which the loss of each rank is infinite once, in another step than those of the others."""
     optimizer, scaler = sgd(model, 0.01), torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
     for step, rows in enumerate(rows_of(rank, 5)):
         optimizer.zero_grad()
         scaler.scale(model(rows).square().mean() * (float("inf") if step == rank else 1)).backward()
         scaler.step(optimizer)
         scaler.update()
+
+
+@in_ranks
+def ranks_that_train_alone_skip_other_steps(rank: int) -> None:
+    begin()
+    skip_the_step_of_the_rank(make_model(), rank)
 
 
 @in_ranks
 def all_ranks_skip_a_step(rank: int) -> None:
     begin()
-    model = wrapped(make_model())
-    optimizer, scaler = sgd(model, 0.01), torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
-    for step, rows in enumerate(rows_of(rank, 5)):
-        optimizer.zero_grad()
-        scaler.scale(model(rows).square().mean() * (float("inf") if step == rank else 1)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    skip_the_step_of_the_rank(wrapped(make_model()), rank)
 
 
 @in_ranks
