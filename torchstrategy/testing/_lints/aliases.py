@@ -38,14 +38,12 @@ class _Seen:
         averaged: Memory that was averaged with itself.
         place: Where that was.
         steps: How many steps in a row this was so for most parameters.
-        is_in_step: Whether an optimizer makes a step: what it does to its parameters is its own.
     """
 
     decays: dict[int, float] = field(default_factory=dict)
     averaged: set[int] = field(default_factory=set)
     place: Place | None = None
     steps: int = 0
-    is_in_step: bool = False
 
 
 @final
@@ -72,7 +70,6 @@ class Aliases(Lint):
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         seen = self._seen[facts.rank]
-        seen.is_in_step = True
         seen.decays.clear()
         if not seen.averaged or seen.place is None:
             return
@@ -82,10 +79,6 @@ class Aliases(Lint):
         if seen.steps == _ENOUGH_STEPS:
             self._found.setdefault(seen.place, _Found(averaged, len(addresses)))
         seen.averaged, seen.place = set(), None
-
-    @override
-    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        self._seen[facts.rank].is_in_step = False
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -104,12 +97,12 @@ class Aliases(Lint):
 
     def _decays(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         seen, decay = self._seen[facts.rank], args[1]
-        if not seen.is_in_step and isinstance(decay, (int, float)) and 0 < decay < 1:
+        if facts.stepping is None and isinstance(decay, (int, float)) and 0 < decay < 1:
             seen.decays.update(dict.fromkeys(addresses_of(args[0]), decay))
 
     def _adds(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         seen = self._seen[facts.rank]
-        if seen.decays and not seen.is_in_step:
+        if seen.decays and facts.stepping is None:
             for address in _of_both(args):
                 self._note_if_whole(seen, address, kwargs.get("alpha", 1))
 
@@ -121,7 +114,7 @@ class Aliases(Lint):
 
     def _lerps(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         seen = self._seen[facts.rank]
-        for address in () if seen.is_in_step else _of_both(args):
+        for address in _of_both(args) if facts.stepping is None else ():
             _note(seen, address)
 
     def _note_if_whole(self, seen: _Seen, address: int, share: Any) -> None:

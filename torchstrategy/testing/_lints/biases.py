@@ -16,11 +16,10 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.losses import is_passed
-from torchstrategy.testing._lints.places import Place, in_words, way_here
+from torchstrategy.testing._lints.places import FUNCTIONS, Place, in_words, way_here
 from torchstrategy.testing._ranks.witnesses import Told
 
 _MOST_CALLS, _MOST_WAITING, _MOST_PASSED = 100, 64, 10
-_FUNCTIONS = "torch.autograd.function"
 # Where the weights of a layer are among the inputs of its node. The bias is the first input of `addmm`.
 _PRODUCTS = ("MmBackward", "BmmBackward", "AddmmBackward", "ConvolutionBackward", "LinearBackward", "MkldnnLinear")
 _TURNED = ("TBackward", "TransposeBackward", "PermuteBackward")
@@ -98,7 +97,7 @@ def _input_of_the_function() -> Any:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_back
-        if caller is not None and caller.f_globals.get("__name__") == _FUNCTIONS and frame.f_code.co_name == "forward":
+        if caller is not None and caller.f_globals.get("__name__") == FUNCTIONS and frame.f_code.co_name == "forward":
             first = frame.f_code.co_varnames[:1]
             node = frame.f_locals.get(*first) if first else None
             inputs = [each for each, _ in getattr(node, "next_functions", ()) if each is not None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from torchstrategy._base.errors import plural
 from torchstrategy.testing._lints.copies import Copies, Parted
+from torchstrategy.testing._lints.findings import named_ranks
 
 
 def cause_of(copies: Copies, parted: Parted) -> tuple[str, str]:
@@ -54,16 +56,9 @@ def skipped_apart(copies: Copies, parted: Parted) -> tuple[str, str] | None:
     skipped = [rank for rank in copies.ranks if skips[rank] == most]
     made = [rank for rank in copies.ranks if skips[rank] == least]
     return (
-        f"`GradScaler` has skipped {most} {_steps(most)} on {_named(skipped)} and {least} on {_named(made)}: "
+        f"`GradScaler` has skipped {plural(most, 'step')} on {named_ranks(skipped)} and {least} on "
+        f"{named_ranks(made)}: "
         "`unscale_` has found an infinity or NaN in the gradients of some ranks only (found_inf)",
         "Reduce the gradients of all ranks before `scaler.unscale_(optimizer)`, or before `scaler.step(optimizer)` if "
         "you do not unscale. All ranks then find the same, and skip the same steps.",
     )
-
-
-def _steps(count: int) -> str:
-    return "step" if count == 1 else "steps"
-
-
-def _named(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

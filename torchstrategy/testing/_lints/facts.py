@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -66,6 +66,7 @@ class Facts:
         steps: How many steps it has made. Steps of an optimizer within those of another one do not count.
         scale: The scale of mixed precision; None if there is none.
         skips: How many steps `GradScaler` has skipped.
+        stepping: The optimizer that makes a step now. What it does to gradients and parameters is its own.
 
         backwards: The calls of `backward` since the last step, or since gradients were zeroed.
         called: The keys of models that were called since the last step, to be trained.
@@ -86,6 +87,7 @@ class Facts:
     steps: int = 0
     scale: float | None = None
     skips: int = 0
+    stepping: torch.optim.Optimizer | None = None
     backwards: list[Backward] = field(default_factory=list)
     called: set[Any] = field(default_factory=set)
     synchronized: set[Any] = field(default_factory=set)
@@ -123,6 +125,15 @@ class Facts:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among what an operator gets or makes, also those in lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
 
 
 def address_of(tensor: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -49,3 +50,13 @@ def some(names: list[str], shown: int = 3) -> str:
     """Some of several names: `a, b, c and 4 more`."""
     more = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 1, 2`."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed_ranks(ranks)}"
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """`1, 2`."""
+    return ", ".join(map(str, ranks))

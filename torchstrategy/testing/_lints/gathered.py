@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.facts import Facts, tensors_in
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read
 from torchstrategy.testing._lints.known import is_plain
@@ -56,12 +56,12 @@ class Gathered(Follower):
             self._overwrite(facts.rank, args[0])
             return
         piece = None
-        for tensor in _tensors((*args, *kwargs.values())):
+        for tensor in tensors_in((*args, *kwargs.values())):
             piece = piece or self._found_in(facts.rank, tensor)
         if piece is None:
             return
-        sources = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args) if is_plain(tensor)}
-        for made in _tensors((result,)):
+        sources = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(args) if is_plain(tensor)}
+        for made in tensors_in((result,)):
             if is_plain(made) and (made.untyped_storage().data_ptr() not in sources or func is _COPY):
                 self._add(facts.rank, made, piece.place, piece.shape)
 
@@ -115,11 +115,3 @@ class Gathered(Follower):
             start, end = span(tensor)
             left = [piece for piece in self._pieces[rank][address] if not (start <= piece.start and piece.end <= end)]
             self._pieces[rank][address] = left
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

@@ -11,12 +11,12 @@ from typing import NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, parameters_of
+from torchstrategy.testing._lints.facts import Backward, Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
-from torchstrategy.testing._lints.torch_internals import part_of, without_modes
+from torchstrategy.testing._lints.torch_internals import held_here, without_modes
 from torchstrategy.testing._simulation.program import unwatched
 
 _ENOUGH_STEPS = 4
@@ -26,11 +26,6 @@ _MOST_CALLS = 1000  # without a step
 _MOST_SAMPLES = 50  # of an optimizer that makes no such step
 
 Sample = dict[int, torch.Tensor]  # some numbers of gradients, by the position of the parameter in its optimizer
-
-
-class _Call(NamedTuple):
-    way: tuple[Place, ...]
-    changed: set[int]
 
 
 @final
@@ -46,11 +41,11 @@ class _Left:
         added: These calls.
     """
 
-    calls: list[_Call]
+    calls: list[Backward]
     step_at: Place
     before: Sample
     after: Sample | None = None
-    added: list[_Call] = field(default_factory=list)
+    added: list[Backward] = field(default_factory=list)
 
 
 @final
@@ -84,17 +79,16 @@ class Opponents(Lint):
     """
 
     def __init__(self) -> None:
-        self._calls: dict[int, list[_Call]] = defaultdict(list)  # by rank, since the last step
+        self._calls: dict[int, list[Backward]] = defaultdict(list)  # by rank, since the last step
         self._left: dict[int, weakref.WeakKeyDictionary[torch.optim.Optimizer, _Left]] = defaultdict(
             weakref.WeakKeyDictionary
         )
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
-        self._in_step: set[int] = set()
         self._found: dict[Place, _Found] = {}
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
-        if facts.rank in self._in_step:
+        if facts.stepping is not None:
             return
         for optimizer, left in list(self._left[facts.rank].items()):
             if left.after is None and not _are_equal(left.before, _sample(optimizer)):
@@ -102,11 +96,11 @@ class Opponents(Lint):
 
     @override
     def went_back(self, facts: Facts) -> None:
-        if facts.rank in self._in_step or len(facts.optimizers) < 2 or not facts.backwards:
+        if facts.stepping is not None or len(facts.optimizers) < 2 or not facts.backwards:
             return
         if len(self._calls[facts.rank]) >= _MOST_CALLS:
             return
-        call = _Call(facts.backwards[-1].way, facts.backwards[-1].changed)
+        call = facts.backwards[-1]
         self._calls[facts.rank].append(call)
         for optimizer, left in list(self._left[facts.rank].items()):
             left.after = _sample(optimizer)
@@ -114,7 +108,6 @@ class Opponents(Lint):
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        self._in_step.add(facts.rank)
         if len(facts.optimizers) < 2:
             return
         self._judge(optimizer, self._left[facts.rank].pop(optimizer, None))
@@ -133,7 +126,6 @@ class Opponents(Lint):
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        self._in_step.discard(facts.rank)
         self._calls[facts.rank].clear()
 
     @override
@@ -159,8 +151,7 @@ class Opponents(Lint):
 def _sample(optimizer: torch.optim.Optimizer) -> Sample:
     found = {}
     for position, parameter in enumerate(parameters_of(optimizer)[:_PARAMETERS]):
-        part = part_of(parameter.grad)
-        gradient = parameter.grad if part is None else part
+        gradient = held_here(parameter.grad)
         if gradient is not None and can_be_read(gradient):
             there = numbers_of(gradient)
             with torch.no_grad(), unwatched(), without_modes():

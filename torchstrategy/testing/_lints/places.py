@@ -7,6 +7,7 @@ import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from torchstrategy.testing._ranks.lines import places_of_the_user
 
 CLIPPING = "torch.nn.utils.clip_grad"  # it multiplies gradients by what keeps their norm small
-_FUNCTIONS = "torch.autograd.function"  # in whose frames a function with a backward of its own runs
+FUNCTIONS = "torch.autograd.function"  # in whose frames a function with a backward of its own runs
 _NEAR = 15  # from an operator to the function of torch that called it, there are fewer calls
 _COMMENT = re.compile(r"#.*\btorchstrategy:\s*ignore\[([^\]]*)\]")
 
@@ -54,14 +55,18 @@ def way_here() -> tuple[Place, ...]:
     return tuple(Place(*place) for place in places_of_the_user()) or (Place("", 0),)
 
 
-def frames_of(module: str) -> Iterator[FrameType]:
-    """The calls of functions of a module, among the innermost ones, which an operator comes from."""
-    frame: FrameType | None = sys._getframe()
-    for _ in range(_NEAR):
-        if frame is None:
-            break
+def frames_of(module: str, most: int | None = _NEAR) -> Iterator[FrameType]:
+    """The calls of functions of a module that an operator comes from, among the innermost ones; `most` None: of all."""
+    for frame in islice(_frames(), most):
         if frame.f_globals.get("__name__") == module:
             yield frame
+
+
+def _frames() -> Iterator[FrameType]:
+    """The calls that are under way, from that of `frames_of` on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
         frame = frame.f_back
 
 
@@ -72,12 +77,7 @@ def is_within(module: str) -> bool:
 
 def is_in_a_function() -> bool:
     """Whether an operator comes from a function with a backward of its own."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _FUNCTIONS:
-            return True
-        frame = frame.f_back
-    return False
+    return next(frames_of(FUNCTIONS, None), None) is not None
 
 
 def in_words(places: Iterable[Place]) -> str:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.causes import cause_of, skipped_apart
 from torchstrategy.testing._lints.copies import Copies, Named, Parted, Way, snapshot
 from torchstrategy.testing._lints.facts import Facts, Model, address_of, parameters_of
-from torchstrategy.testing._lints.findings import Finding, finding, some
+from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks, named_ranks, some
 from torchstrategy.testing._lints.fingerprints import can_be_read, number_of
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here, in_words
@@ -143,7 +143,7 @@ class Replicas(Lint):
         return [
             finding(
                 "gradient-is-partial",
-                f"In step 1, ranks {_listed([copies.ranks[0], *parted.ranks])} have called the optimizer "
+                f"In step 1, ranks {listed_ranks([copies.ranks[0], *parted.ranks])} have called the optimizer "
                 f"({in_words(places)}) with gradients that differ for parameters that were alike: {some(names)}. Their "
                 "losses were alike to the bit, with parts of other weights on each rank.",
                 "Add the gradient of the input of a layer that is divided, in backward: a function whose forward "
@@ -169,9 +169,10 @@ class Replicas(Lint):
             return None
         places = list(dict.fromkeys(taken.place for _, parted in ours for taken in parted.snapshots.values()))
         return (
-            f"Gradients are reduced among ranks {_listed(reduced[0])} ({in_words(places)}), which have other weights "
-            f"from the beginning; ranks {_listed(right[0])} have the same ones.",
-            f"Reduce them over the groups of ranks that have the same weights: {' and '.join(map(_listed, right))}.",
+            f"Gradients are reduced among ranks {listed_ranks(reduced[0])} ({in_words(places)}), which have other "
+            f"weights from the beginning; ranks {listed_ranks(right[0])} have the same ones.",
+            "Reduce them over the groups of ranks that have the same weights: "
+            f"{' and '.join(map(listed_ranks, right))}.",
             places,
         )
 
@@ -249,7 +250,7 @@ class Replicas(Lint):
             names += [name or _name_of(_tensor(its, name)) for name in its.names]
         places = list(dict.fromkeys(taken.place for taken in parted.snapshots.values()))
         where, which = in_words(places), some(names)
-        ranks = f"rank {copies.ranks[0]} and {'ranks' if len(parted.ranks) > 1 else 'rank'} {_listed(parted.ranks)}"
+        ranks = f"rank {copies.ranks[0]} and {named_ranks(parted.ranks)}"
         if parted.step == 0:
             return finding(
                 "weights-differ",
@@ -285,10 +286,6 @@ class Replicas(Lint):
             write,
             places,
         )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _tensor(parted: Parted, name: str) -> torch.Tensor | None:

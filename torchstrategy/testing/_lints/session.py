@@ -240,6 +240,7 @@ class Session:
         if len(running) == 1:
             if number_of(getattr(optimizer, "found_inf", None)):  # a fused optimizer, which skips the step itself
                 self.facts(rank).skips += 1
+            self.facts(rank).stepping = optimizer
             for lint in self._lints:
                 lint.steps(self.facts(rank), optimizer)
 
@@ -250,6 +251,7 @@ class Session:
             return
         del running[running.index(id(optimizer)) :]
         if not running:
+            facts.stepping = None
             for lint in self._lints:
                 lint.stepped(facts, optimizer)
             facts.steps += 1

@@ -28,11 +28,6 @@ def has_hook_of_gradients(model: Any) -> bool:
     return bool(getattr(model, "_comm_hooks", ()))
 
 
-def has_hooks_of_gradients(parameter: torch.Tensor) -> bool:
-    """Whether the program has hooks on a parameter, which read its gradient while `backward` runs."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 def ignored_names(model: Any) -> set[str]:
     """The parameters and buffers that a `DistributedDataParallel` was told to leave alone."""
     return set(getattr(model, "parameters_to_ignore", ()))
@@ -50,6 +45,12 @@ def part_of(gradient: Any) -> torch.Tensor | None:
     if gradient is None or tensors is None or not isinstance(gradient, tensors.DTensor):
         return None
     return gradient._local_tensor if any(placement.is_shard() for placement in gradient.placements) else None
+
+
+def held_here(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """What this rank has of a gradient: its part of one that is sharded, and else all of it."""
+    part = part_of(gradient)
+    return gradient if part is None else part
 
 
 def is_subset(dataset: Any) -> bool:

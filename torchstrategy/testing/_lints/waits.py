@@ -45,7 +45,6 @@ class Waits(Follower):
 
     def __init__(self) -> None:
         self._pieces: dict[int, list[_Piece]] = {}  # by rank
-        self._steps: dict[int, torch.optim.Optimizer] = {}  # which optimizer makes a step now, by rank
         self._found: dict[tuple[Place, Place], str] = {}
         self._steps_early: dict[tuple[Place, Place], str] = {}
 
@@ -80,14 +79,6 @@ class Waits(Follower):
         self._pieces.pop(rank, None)
 
     @override
-    def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        self._steps[facts.rank] = optimizer
-
-    @override
-    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        self._steps.pop(facts.rank, None)
-
-    @override
     def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         uses = _uses_of(func)
         if uses is None:
@@ -110,7 +101,7 @@ class Waits(Follower):
             self._keep(rank, [other for other in self._pieces[rank] if other is not piece])
             return
         place, does = here(), "writes" if is_write else "reads"
-        optimizer = self._steps.get(rank)
+        optimizer = facts.stepping
         if piece.is_written and optimizer is not None and _is_gradient(tensor, optimizer):
             facts.was_awaited = False
             self._steps_early.setdefault(

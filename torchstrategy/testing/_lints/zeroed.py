@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, address_of
+from torchstrategy._base.torch_internals import have_gradient_hooks
+from torchstrategy.testing._lints.facts import Facts, address_of, tensors_in
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
 from torchstrategy.testing._lints.lint import Follower
 from torchstrategy.testing._lints.losses import leaves_of
 from torchstrategy.testing._lints.places import CLIPPING, Place, here, is_within
-from torchstrategy.testing._lints.torch_internals import has_hooks_of_gradients, part_of, without_modes
+from torchstrategy.testing._lints.torch_internals import held_here, without_modes
 from torchstrategy.testing._simulation.program import unwatched
 
 _ENOUGH_STEPS = 3
@@ -70,7 +71,6 @@ class _Seen:
         count: How many steps in a row this is so.
         zeroed_at: Where gradients were zeroed last.
         is_back: Whether `backward` runs.
-        is_in_step: Whether an optimizer makes a step.
         is_over: Whether it is known what this rank does: gradients are used, or it was found.
     """
 
@@ -79,7 +79,6 @@ class _Seen:
     count: int = 0
     zeroed_at: Place | None = None
     is_back: bool = False
-    is_in_step: bool = False
     is_over: bool = False
 
     @property
@@ -111,7 +110,7 @@ class Zeroed(Follower):
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         seen = self._seen[facts.rank]
-        if seen.is_in_step or seen.is_over:
+        if facts.stepping is not None or seen.is_over:
             return
         seen.is_back = True
         self._end_of_call(facts, seen)
@@ -123,7 +122,7 @@ class Zeroed(Follower):
         seen = self._seen[facts.rank]
         seen.is_back = False
         seen.is_over |= len(seen.calls) >= _MOST_CALLS
-        if seen.is_in_step or seen.is_over or not facts.backwards:
+        if facts.stepping is not None or seen.is_over or not facts.backwards:
             return
         changed = facts.backwards[-1].changed
         first = next((one for one in facts.parameters() if id(one) in changed and one.grad is not None), None)
@@ -133,8 +132,8 @@ class Zeroed(Follower):
         if seen.is_suspicious:
             for parameter in facts.parameters():
                 if id(parameter) in changed and parameter.grad is not None:
-                    call.gradients[_address_of(parameter.grad)] = weakref.ref(parameter.grad)
-                    call.is_read |= has_hooks_of_gradients(parameter)
+                    call.gradients[address_of(held_here(parameter.grad))] = weakref.ref(parameter.grad)
+                    call.is_read |= have_gradient_hooks([parameter])
             self._pieces[facts.rank] = call
         seen.calls.append(call)
 
@@ -148,8 +147,8 @@ class Zeroed(Follower):
         call: _Call = self._pieces[facts.rank]
         if call.is_read or func in _ZEROES:
             return
-        for position, tensor in enumerate(_tensors((*args, *kwargs.values()))):
-            gradient = call.gradients.get(_address_of(tensor))
+        for position, tensor in enumerate(tensors_in((*args, *kwargs.values()))):
+            gradient = call.gradients.get(address_of(held_here(tensor)))
             if gradient is None or gradient() is None or is_within(CLIPPING):
                 continue
             call.is_read = True
@@ -159,7 +158,6 @@ class Zeroed(Follower):
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         seen = self._seen[facts.rank]
-        seen.is_in_step = True
         if seen.is_over or not seen.calls:
             return
         if seen.is_back:  # a hook makes steps while `backward` runs
@@ -179,10 +177,6 @@ class Zeroed(Follower):
             self._found.setdefault(kind, _Found(kind, here(), seen.zeroed_at))
 
     @override
-    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        self._seen[facts.rank].is_in_step = False
-
-    @override
     def findings(self) -> list[Finding | None]:
         return [_finding(found) for found in self._found.values()]
 
@@ -196,16 +190,10 @@ class Zeroed(Follower):
         for parameter in facts.parameters() if call.gradients else ():
             if id(parameter) not in call.changed:
                 continue
-            own = call.gradients.pop(_address_of(parameter.grad), None)
+            own = call.gradients.pop(address_of(held_here(parameter.grad)), None)
             call.is_written |= parameter.grad is not None and (own is None or own() is not parameter.grad)
         # Those that are left are in no parameter any more.
         call.is_read |= any(gradient() is not None for gradient in call.gradients.values())
-
-
-def _address_of(tensor: torch.Tensor | None) -> int:
-    """Where the numbers of a tensor are, or those of its part on this rank."""
-    part = part_of(tensor)
-    return address_of(tensor if part is None else part)
 
 
 def _is_lost(facts: Facts, call: _Call) -> bool:
@@ -239,14 +227,6 @@ def _kind_of(calls: Sequence[_Call]) -> _Kind | None:
     if not is_alike or (len(calls) == 1 and not last.is_lost):
         return None
     return _Kind(last.way, len(calls), last.is_lost)
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _finding(found: _Found) -> Finding | None:

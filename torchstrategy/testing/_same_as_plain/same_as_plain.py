@@ -77,8 +77,8 @@ def assert_same_as_plain(
 
     The message of the failure names the step, what differs and by how much, what was allowed, and the causes. They are
     found by training again without dropout, without batch statistics, with another reduction and so on. A cause that
-    such a training has proved comes first. Random numbers (torch's,
-    Python's, numpy's, and those of generators that the step holds) go on afterwards as if nothing had been drawn.
+    such a training has proved comes first. Random numbers (torch's, Python's, numpy's, and those of generators that the
+    step holds) go on afterwards as if nothing had been drawn.
 
     Args:
         step: Called as `step(model, optimizer, batch)`: the ordinary training step, with nothing of this in it.
