@@ -46,6 +46,8 @@ _lock = threading.Lock()
 # - Only a thread that is in a replica sees the replica's object. All other threads see the user's own object, and so do
 #   the replicas of other strategies, since `local_object` asks the innermost replica of this very thread.
 # - If several runs have proxies of one object at the same time, it gets its class back when the last of them ends.
+# - A thread that is in no replica may be in a method of a proxy class when that happens. `super()` would raise there,
+#   since the object is no proxy any more. So methods of proxy classes call `_users_method`.
 # - torch's optimizers look at `type()` of parameters. So these can get their class back while the replicas stand still.
 class Proxy:
     """The base of all proxy classes. A proxy is pickled and copied as an object of the user's class."""
@@ -59,11 +61,19 @@ class Proxy:
         return plain_class(type(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
+        reduced: Any = _users_method(self, "__reduce_ex__")(self, protocol)
         if not isinstance(reduced, tuple) or reduced[0] is not vars(copyreg)["__newobj__"]:
             return reduced  # for example a string, the name of a global object
         function, (_, *arguments), *rest = reduced
         return function, (plain_class(type(self)), *arguments), *rest
+
+
+def _users_method(thing: object, name: str) -> Any:
+    """A method of the user's class, which takes the object as its first argument.
+
+    It is the same whether the object is a proxy or not. See Note [What a proxy must not change].
+    """
+    return getattr(plain_class(type(thing)), name)
 
 
 class _ModuleProxy(Proxy):
@@ -71,15 +81,21 @@ class _ModuleProxy(Proxy):
 
     def __getattribute__(self, name: str) -> Any:
         local = local_object(self)
-        return super().__getattribute__(name) if local is self else getattr(local, name)
+        return _users_method(self, "__getattribute__")(self, name) if local is self else getattr(local, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         local = local_object(self)
-        (super() if local is self else local).__setattr__(name, value)
+        if local is self:
+            _users_method(self, "__setattr__")(self, name, value)
+        else:
+            setattr(local, name, value)
 
     def __delattr__(self, name: str) -> None:
         local = local_object(self)
-        (super() if local is self else local).__delattr__(name)
+        if local is self:
+            _users_method(self, "__delattr__")(self, name)
+        else:
+            delattr(local, name)
 
 
 def users_own(optimizer: Any, name: str) -> Any:
@@ -140,16 +156,19 @@ class _OptimizerProxy(Proxy):
     step = _of_replica("step")  # no method: a learning-rate scheduler puts a `step` of its own on the instance
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        local = local_object(self)
-        (super() if local is self else local).zero_grad(set_to_none)  # type: ignore[union-attr]
+        local: Any = local_object(self)
+        if local is self:
+            _users_method(self, "zero_grad")(self, set_to_none)
+        else:
+            local.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Any) -> None:
         _only_outside(self, "add_param_group()")
-        super().add_param_group(param_group)  # type: ignore[misc]
+        _users_method(self, "add_param_group")(self, param_group)
 
     def load_state_dict(self, state_dict: Any) -> None:
         _only_outside(self, "load_state_dict()")
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        _users_method(self, "load_state_dict")(self, state_dict)
 
 
 def _methods_of(cls: type) -> dict[str, Any]:
@@ -167,7 +186,7 @@ def _called_once(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         local: Any = local_object(self)
         if local is self:
-            return getattr(plain_class(type(self)), name)(self, *args, **kwargs)
+            return _users_method(self, name)(self, *args, **kwargs)
         return local.call(name, *args, **kwargs)
 
     return method
@@ -214,26 +233,26 @@ class _Attributes:
     def __getattribute__(self, name: str) -> Any:
         attributes = _attributes_in_replica(self)
         if attributes is None:
-            return super().__getattribute__(name)
+            return object.__getattribute__(self, name)
         if name == "__dict__":
             return attributes
         if name in attributes and not hasattr(type(getattr(type(self), name, None)), "__set__"):
             return attributes[name]
-        if name in super().__getattribute__("__dict__"):
+        if name in object.__getattribute__(self, "__dict__"):
             return _of_class(self, name)  # the replica has deleted the attribute; the class may have one of this name
-        return super().__getattribute__(name)
+        return object.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         attributes = _attributes_in_replica(self)
         if attributes is None or hasattr(type(getattr(type(self), name, None)), "__set__"):
-            super().__setattr__(name, value)
+            object.__setattr__(self, name, value)
         else:
             attributes[name] = value
 
     def __delattr__(self, name: str) -> None:
         attributes = _attributes_in_replica(self)
         if attributes is None or hasattr(type(getattr(type(self), name, None)), "__delete__"):
-            super().__delattr__(name)
+            object.__delattr__(self, name)
         elif name in attributes:
             del attributes[name]
         else:
@@ -269,7 +288,9 @@ class _ParameterProxy(Proxy, ShowsLocalGrad, _Attributes):
 
     def __getattribute__(self, name: str) -> Any:
         # No attribute of the user's can take the place of these, and a step reads `grad` of all parameters.
-        return object.__getattribute__(self, name) if name in _FIELDS else super().__getattribute__(name)
+        if name in _FIELDS:
+            return object.__getattribute__(self, name)
+        return _Attributes.__getattribute__(self, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -288,7 +309,7 @@ class _SharedStepperProxy(Proxy):
     def __getattribute__(self, name: str) -> Any:
         if name in _ONCE_A_STEP and (local := local_object(self)) is not self:
             return functools.partial(local.call, name)
-        return super().__getattribute__(name)
+        return _users_method(self, "__getattribute__")(self, name)
 
 
 _ONCE_A_STEP = frozenset({"step", "unscale_", "update"})
