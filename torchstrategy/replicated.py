@@ -190,7 +190,7 @@ class ReplicatedExtended(StrategyExtended):
         uncounted = storage.as_before() if weights.is_understudy else _NO_BLOCK
         caching = parametrizations_computed_anew() if are_parametrizations_cached() else _NO_BLOCK
         streams = DeviceStreams(self._accelerators, self._side_streams) if self._accelerators else None
-        run = storage.begin_run(weights, fn, leaves, lambda: Frame(strategy))  # 2 and, when the block is left, 6
+        run = storage.begin_run(weights, fn, leaves, partial(Frame, strategy))  # 2 and, when the block is left, 6
         telling = self._workers.arrive if self._workers.count > 1 else None
         with streams or _NO_BLOCK, run as run_state, uncounted, caching:
 

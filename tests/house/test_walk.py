@@ -21,7 +21,7 @@ from processes import python
 
 pytestmark = pytest.mark.slow
 
-LIMITS = {"files": 34, "passages between rooms": 155}
+LIMITS = {"files": 34, "passages between rooms": 141}
 FOLDERS = [Path(__file__).parents[1], Path(torchstrategy.__file__).parents[1]]
 # Where the step of one replica stays, alone or in one of several workers: it knows no copies.
 ROOMS_OF_ONE_REPLICA = {"_base", "_group", "_run", "top level"}
