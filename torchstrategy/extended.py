@@ -418,18 +418,19 @@ class StrategyExtended(VariablesOfExtended):
         with self._container_strategy().scope():
             return self._call_for_each_replica(fn, args, kwargs)
 
-    def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
+    def _reduce_leaf(self, op: ReduceOp, value: Tree) -> Tree:
+        """The sum or mean of one leaf over the replicas."""
         return self._local_results(self._reduce_to(op, value, torch.device("cpu"), USUAL_OPTIONS))[0]
 
-    def _reduce_leaves(self, op: ReduceOp, value: Tree) -> Tree:
+    def _reduce_nested(self, op: ReduceOp, value: Tree) -> Tree:
         """What a step returned, with the sum or mean in place of each leaf."""
-        return map_results(lambda leaf: self._reduce(op, leaf), value)
+        return map_results(lambda leaf: self._reduce_leaf(op, leaf), value)
 
     def _weighted_mean(self, value: Tree, weights: Tree) -> Tree:
         if not isinstance(value, DistributedValues):
-            return self._reduce(ReduceOp.MEAN, value)
+            return self._reduce_leaf(ReduceOp.MEAN, value)
         products, sizes = _weighted_parts(value, weights)
-        mean = self._reduce(ReduceOp.SUM, products) / self._reduce(ReduceOp.SUM, sizes)
+        mean = self._reduce_leaf(ReduceOp.SUM, products) / self._reduce_leaf(ReduceOp.SUM, sizes)
         # A worker whose replicas have no rows has a value that tells the dtype.
         shown = value.values[0] if value.values else getattr(value, "understudy", mean)
         dtype = as_tensor(shown).dtype
@@ -453,12 +454,13 @@ class StrategyExtended(VariablesOfExtended):
             own = sum(_rows(select(batch, r), batch) for r in there)
         return sum(self._workers.all_gather_object(own, "strategy.count_rows"))
 
-    def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        total = self._reduce(ReduceOp.SUM, self._run(lambda v: sum_along(v, axis)[0], (value,), {}, NO_OPTIONS))
+    def _reduce_along_axis(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+        """The sum or mean of one leaf over the replicas and, in each of them, along one or several axes."""
+        total = self._reduce_leaf(ReduceOp.SUM, self._run(lambda v: sum_along(v, axis)[0], (value,), {}, NO_OPTIONS))
         if op is ReduceOp.SUM:
             return total
         sizes = self._run(lambda v: torch.tensor(sum_along(v, axis)[1]), (value,), {}, NO_OPTIONS)
-        return total / self._reduce(ReduceOp.SUM, sizes)
+        return total / self._reduce_leaf(ReduceOp.SUM, sizes)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         raise self._missing("_gather")

@@ -190,7 +190,7 @@ class ReplicatedExtended(StrategyExtended):
         uncounted = storage.as_before() if weights.is_understudy else _NO_BLOCK
         caching = parametrizations_computed_anew() if are_parametrizations_cached() else _NO_BLOCK
         streams = DeviceStreams(self._accelerators, self._side_streams) if self._accelerators else None
-        run = storage.begin_run(weights, fn, leaves, lambda: Frame(strategy))  # 2 and, when the block is left, 6
+        run = storage.begin_run(weights, fn, leaves, partial(Frame, strategy))  # 2 and, when the block is left, 6
         telling = self._workers.arrive if self._workers.count > 1 else None
         with streams or _NO_BLOCK, run as run_state, uncounted, caching:
 
@@ -326,11 +326,11 @@ class ReplicatedExtended(StrategyExtended):
         check_usable(method, options, lambda: [self._device_of(r) for r in range(self._num_replicas_in_sync)])
         names, leaves, put_back = by_name([value for value, _ in pairs])
         self._agree_on_parts(lambda: names)
-        reduced = zip(put_back(self._reduce_all(op, leaves, options)), pairs, strict=True)
+        reduced = zip(put_back(self._reduce_leaves(op, leaves, options)), pairs, strict=True)
         return [map_leaves(partial(given_values.send_to, destinations=where), value) for value, (_, where) in reduced]
 
-    def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
-        return self._reduce_all(op, [value], USUAL_OPTIONS)[0]
+    def _reduce_leaf(self, op: ReduceOp, value: Tree) -> Tree:
+        return self._reduce_leaves(op, [value], USUAL_OPTIONS)[0]
 
     def _agree_on_parts(self, paths: Callable[[], Sequence[str]]) -> None:
         if self._workers.count == 1:
@@ -352,14 +352,14 @@ class ReplicatedExtended(StrategyExtended):
                 self._workers.note_of_all(error)
                 raise error
 
-    def _reduce_leaves(self, op: ReduceOp, value: Tree) -> Tree:
+    def _reduce_nested(self, op: ReduceOp, value: Tree) -> Tree:
         leaves, spec = tree_flatten(value)
         if self._workers.count == 1 and len(leaves) > 1 and all(map(given_values.holds_tensors, leaves)):
             with suppress(TypeError, ValueError):  # the value that does not fit is named below
-                return spec.unflatten(self._reduce_all(op, leaves, USUAL_OPTIONS))
-        return super()._reduce_leaves(op, value)
+                return spec.unflatten(self._reduce_leaves(op, leaves, USUAL_OPTIONS))
+        return super()._reduce_nested(op, value)
 
-    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+    def _reduce_leaves(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
         """The sum or mean of each of several leaves."""
         reduced = [self._without_sending(op, leaf) for leaf in leaves]
         check_component_counts(reduced, self._num_local)
@@ -393,7 +393,7 @@ class ReplicatedExtended(StrategyExtended):
             given_values.refuse_sum(value, self._num_replicas_in_sync)
         return as_tensor(value).clone()
 
-    def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+    def _reduce_along_axis(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         return self._of_all_workers(partial(reduce_values, op, axis), value)
 
     def _gather(self, value: Tree, axis: int) -> Tree:

@@ -40,13 +40,13 @@ class OneDeviceExtended(ReplicatedExtended):
     _makes_containers = False
     _run = ReplicatedExtended._run_alone
 
-    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+    def _reduce_leaves(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
         return list(map(_own_value, leaves))
 
-    def _reduce_leaves(self, op: ReduceOp, value: Tree) -> Tree:
+    def _reduce_nested(self, op: ReduceOp, value: Tree) -> Tree:
         return map_results(_own_value, value)  # which is what the above comes to, and costs less
 
-    def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+    def _reduce_along_axis(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         tensor = as_tensor(_own_value(value))
         return reduce_values(op, axis, [tensor], tensor.device)
 

@@ -441,8 +441,8 @@ class StrategyBase:
                     )
                 return map_results(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
             if axis is None:
-                return self._extended._reduce_leaves(op, value)
-            return map_results(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
+                return self._extended._reduce_nested(op, value)
+            return map_results(lambda leaf: self._extended._reduce_along_axis(op, leaf, axis), value)
 
     def count_rows(self, batch: Tree) -> int:
         """How many rows a batch has in all replicas of all workers together.

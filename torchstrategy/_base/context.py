@@ -90,11 +90,12 @@ def current_frame() -> Frame | None:
 
 
 @contextmanager
-def outside_of_strategies() -> Iterator[None]:
-    """Runs a block as if this thread had entered no strategy."""
+def outside_of_strategies(device: Device | None) -> Iterator[None]:
+    """Runs a block as if this thread had entered no strategy, and with this default device: see `using_device`."""
     frames, this_thread.frames = this_thread.frames, []
     try:
-        yield
+        with using_device(device):
+            yield
     finally:
         this_thread.frames = frames
 

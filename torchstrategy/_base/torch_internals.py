@@ -132,9 +132,14 @@ raw_grads: Callable[[_Tensors], list[torch.Tensor | None]] = functools.partial(_
 sizes: Callable[[_Tensors], list[int]] = functools.partial(_of_each, _of_tensor.nbytes.__get__)
 shapes: Callable[[_Tensors], list[torch.Size]] = functools.partial(_of_each, _of_tensor.shape.__get__)
 dtypes: Callable[[_Tensors], list[torch.dtype]] = functools.partial(_of_each, _of_tensor.dtype.__get__)
-are_on_cpu: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.is_cpu.__get__)
 requires_grad_of: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.requires_grad.__get__)
 are_contiguous: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.is_contiguous)
+
+
+def kinds_of(tensors: Sequence[torch.Tensor]) -> set[tuple[torch.dtype, bool]]:
+    """The dtypes of some tensors, each with whether there is such a tensor on the CPU, or on another device."""
+    with unseen_by_function_modes():
+        return set(zip(map(_dtype, tensors), map(_is_cpu, tensors), strict=True))
 
 
 def forms(tensors: Sequence[torch.Tensor]) -> list[object]:
@@ -145,6 +150,7 @@ def forms(tensors: Sequence[torch.Tensor]) -> list[object]:
 
 _nbytes: Callable[[torch.Tensor], int] = _of_tensor.nbytes.__get__
 _dtype: Callable[[torch.Tensor], torch.dtype] = _of_tensor.dtype.__get__
+_is_cpu: Callable[[torch.Tensor], bool] = _of_tensor.is_cpu.__get__
 
 
 def set_raw_grads(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:

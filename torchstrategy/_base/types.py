@@ -54,8 +54,8 @@ class ExtendedLike(Protocol):
     def _take_variable(self, variable: Any) -> None:
         """Registers a variable that was created in the scope."""
 
-    def _reduce(self, reduce_op: ReduceOp, value: Tree) -> Tree:
-        """Reduces the values of the replicas to one."""
+    def _reduce_leaf(self, reduce_op: ReduceOp, value: Tree) -> Tree:
+        """Reduces the values of the replicas to one: the sum or mean of one leaf."""
 
     def _first_of(self, value: Tree) -> Tree:
         """The value of the first replica that is present."""

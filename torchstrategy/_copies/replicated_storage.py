@@ -175,8 +175,9 @@ class ReplicatedStorage(Storage):
         # The schedulers and scalers of the scope, and those that the step names.
         found = [*_living(self._steppers.valuerefs()), *(stepper for _, stepper in named.steppers)]
         steppers = list({id(stepper): stepper for stepper in found}.values())
-        with without_autograd():
-            make_ready(steppers, self.parameter_device)
+        if steppers:
+            with without_autograd():
+                make_ready(steppers, self.parameter_device)
         num_replicas = len(self.devices)
         run = RunReplicas(
             num_replicas=num_replicas,

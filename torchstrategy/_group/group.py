@@ -22,7 +22,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from torchstrategy._base.context import current_replica_context, outside_of_strategies, using_device
+from torchstrategy._base.context import current_replica_context, outside_of_strategies
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._base.torch_internals import hide_from_compiler
@@ -126,8 +126,7 @@ class InlineReplica(Replica):
         # See Note [Who may call what on which thread].
         with (
             NO_SIDE_STREAM if self.device_streams is None else self.device_streams.standing_still() as side,
-            outside_of_strategies(),
-            using_device(self.callers_device),
+            outside_of_strategies(self.callers_device),
             self.combining(),
             traced("synchronize at {}", name),
         ):

@@ -294,7 +294,7 @@ class _Run:
         What this thread does here, it does for all replicas: outside of the one that it runs.
         """
         try:
-            with outside_of_strategies(), using_device(self._callers_device):
+            with outside_of_strategies(self._callers_device):
                 self._take(report)
                 if not self._is_over and isinstance(report, Synchronizing):
                     self._go_on()

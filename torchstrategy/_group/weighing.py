@@ -74,8 +74,7 @@ def add_weighted(
 
 def factor_for(weight: float, tensors: Sequence[torch.Tensor]) -> float | torch.Tensor:
     """A number by which to multiply tensors: on the CPU a tensor, since torch makes one of a number for each factor."""
-    kinds = set(torch_internals.dtypes(tensors))
-    is_usual = kinds in ({torch.float32}, {torch.float64}) and all(torch_internals.are_on_cpu(tensors))
+    is_usual = torch_internals.kinds_of(tensors) in ({(torch.float32, True)}, {(torch.float64, True)})
     return torch.tensor(weight, dtype=tensors[0].dtype, device="cpu") if is_usual else weight
 
 

@@ -526,7 +526,7 @@ def _assign_together(strategy: StrategyLike, what: tuple[Tree, Tree], value: Tre
         value = strategy.extended._first_of(value)
     elif variable.aggregation is not VariableAggregation.NONE:  # with NONE there is only one replica
         with without_autograd():
-            value = strategy.extended._reduce(ReduceOp.from_variable_aggregation(variable.aggregation), value)
+            value = strategy.extended._reduce_leaf(ReduceOp.from_variable_aggregation(variable.aggregation), value)
     write(variable, variable, operation, value)
 
 

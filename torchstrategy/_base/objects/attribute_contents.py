@@ -209,11 +209,13 @@ def cells_in_closure(fn: types.FunctionType) -> Iterator[tuple[str, types.CellTy
     return zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
 
 
-def variables_in_closure(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def variables_in_closure(fn: types.FunctionType) -> list[tuple[str, Any]]:
     """The values of these variables, with their names. Variables that are not assigned yet are left out."""
+    found = []
     for name, cell in cells_in_closure(fn):
         with suppress(ValueError):
-            yield name, cell.cell_contents
+            found.append((name, cell.cell_contents))
+    return found
 
 
 def globals_of(fn: types.FunctionType) -> list[str]:

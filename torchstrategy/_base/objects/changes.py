@@ -139,6 +139,11 @@ def _is_table(container: Any) -> bool:
     return type(container) is dict or (type(container) is OrderedDict and not vars(container))
 
 
+def edits_of(snapshots: Sequence[Snapshot]) -> list[list[Edit]]:
+    """For each of some snapshots, the entries of tables that have changed."""
+    return [list(snapshot.edits()) for snapshot in snapshots]
+
+
 def are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects in the same order."""
     return len(items) == len(others) and all(map(is_, items, others))

@@ -27,7 +27,7 @@ from torchstrategy._base.devices import memory_device
 from torchstrategy._base.distributed_values import PerReplica
 from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.attribute_contents import drop, things_in
-from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot
+from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot, edits_of
 from torchstrategy._base.objects.module_traversal import (
     HOOK_TABLES,
     TABLES,
@@ -383,12 +383,8 @@ class ModuleReplica:
         """The parameters, and the buffers that were there before the step, but for those at some positions."""
         return [*self.parameters, *(own for i, own in enumerate(self.buffers.tensors) if i not in without)]
 
-    def changes(self) -> list[Edit]:
-        """The parameters, layers, buffers and hooks that the step made, replaced or removed.
-
-        A tensor in the place of a buffer is a value of this buffer, and no change, if the buffer is nowhere else.
-        """
-        found = list(self._structure.edits())
+    def _leave_out_values(self, found: Sequence[Edit]) -> list[Edit]:
+        """The edits that change what the modules consist of: see `list_changes`."""
         changes: list[Edit] = []
         for edit in found:
             is_value_of_buffer = _is_value(edit) and (edit.place[0], edit.name) in self._slots
@@ -423,10 +419,21 @@ class ModuleReplica:
         """
         # Torch's kernels write running statistics without counting a version. On the CPU `buffers` has seen that.
         own = self.buffers.tensors
+        if not own:
+            return set()
         elsewhere = {index for index in originals.running if not own[index].is_cpu}
         if reads_all:
             elsewhere = {index for index in elsewhere if have_other_numbers(own[index], originals.tensors[index])}
         return self.buffers.written() | elsewhere | self.replaced_buffers()
+
+
+def list_changes(replicas: Sequence[ModuleReplica]) -> list[list[Edit]]:
+    """For each of some replicas, the parameters, layers, buffers and hooks that the step made, replaced or removed.
+
+    A tensor in the place of a buffer is a value of this buffer, and no change, if the buffer is nowhere else.
+    """
+    found = edits_of([replica._structure for replica in replicas])
+    return [replica._leave_out_values(edits) for replica, edits in zip(replicas, found, strict=True)]
 
 
 @final

@@ -23,7 +23,7 @@ from torchstrategy._base.distributed_values import ABSENT, PerReplica
 from torchstrategy._base.memory import memory_id
 from torchstrategy._base.objects import attribute_contents as contents
 from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, CopiedThing
-from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot
+from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot, edits_of
 from torchstrategy._base.objects.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._base.objects.proxies import plain_class
 from torchstrategy._base.plain import PLAIN
@@ -284,8 +284,8 @@ class PlainAttributes:
     def _list_edits(self, present: Sequence[int], replaced: Iterable[int]) -> list[Edit]:
         """What steps have assigned to attributes of modules and tensors."""
         edits: list[Edit] = []
-        for r in present:
-            edits += [edit for edit in self._known_insides[r].edits() if edit.name not in TABLES]
+        for of_replica in edits_of([self._known_insides[r] for r in present]):
+            edits += [edit for edit in of_replica if edit.name not in TABLES]
         for r in present:
             edits += self._known_tensors_local[r].edits()
         edits += self._edits_of_new_buffers(present, replaced)

@@ -36,7 +36,7 @@ from torchstrategy._base.writes import TrackedTensors, Writes
 from torchstrategy._copies.attributes.kept_by_hooks import KeptByHooks
 from torchstrategy._copies.attributes.late_attributes import Later, find_late
 from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, written_in_replica_message
-from torchstrategy._copies.modules.module_replica import ModuleReplica, Originals
+from torchstrategy._copies.modules.module_replica import ModuleReplica, Originals, list_changes
 from torchstrategy._copies.modules.plain_attributes import PlainAttributes
 from torchstrategy._copies.modules.running_statistics import average_unread, find_unseen
 from torchstrategy._copies.references.deep_copies import ClosureRebinder
@@ -158,10 +158,11 @@ class ReplicatedModules:
         # A layer that was added or replaced changes what there is to copy.
         if self._is_outdated or not self._structure.is_same() or not self._have_same_classes():
             return False
-        if not self.attributes.bring(self.owners):
+        owners = self.owners
+        if not self.attributes.bring(owners):
             return False
         written = self.refresh_parameters()
-        trained = requires_grad_of(self.owners)
+        trained = requires_grad_of(owners)
         if trained != self._trained:
             for replica in self.replicas:
                 set_trained(replica.parameters, trained)
@@ -304,7 +305,7 @@ class ReplicatedModules:
         Raises:
             RuntimeError: Naming it.
         """
-        edits = [self.replicas[r].changes() for r in present]
+        edits = list_changes([self.replicas[r] for r in present])
         for edit in chain.from_iterable(edits):
             where, table = self._paths[edit.place[0]], edit.place[1]
             if table in ("_parameters", "_modules"):
@@ -315,7 +316,7 @@ class ReplicatedModules:
 
     def put_together(self, weights: Participants, changes: Changes) -> None:
         """After a run, before the last exchange: makes one value of those that the replicas of this worker wrote."""
-        self._check_flags(weights)
+        self._left_trained = self._check_flags(weights)
         made = sorted(f"{self._paths[edit.place[0]]}.{_describe_edit(edit)}" for edit in changes[0])
         if made:
             self._workers.compare("what the step did to buffers and hooks:", ", ".join(made))
@@ -346,7 +347,7 @@ class ReplicatedModules:
             self._return_changes(lead, changes[0], new)
         for metric in self.metrics:
             metric.write_back()
-        trained = requires_grad_of(lead.parameters)
+        trained = self._left_trained
         if not trained == self._trained == requires_grad_of(self.owners):
             set_trained(self.owners, trained)
             self._trained = []  # unknown: replicas without rows may have others
@@ -444,7 +445,12 @@ class ReplicatedModules:
                 if edit.name in local[flags]:
                     original[flags][edit.name] = True
 
-    def _check_flags(self, weights: Participants) -> None:
+    def _check_flags(self, weights: Participants) -> list[bool]:
+        """Which parameters the step has left to be trained, in all replicas alike.
+
+        Raises:
+            RuntimeError: If replicas disagree. It names the parameter.
+        """
         flags = [requires_grad_of(self.replicas[r].parameters) for r in weights.present]
         if self._workers.count > 1:
             self._workers.compare("which parameters are trained:", str(flags[0]))
@@ -458,6 +464,7 @@ class ReplicatedModules:
                     f"replica {r} left its requires_grad at different values. Set it in every replica alike, or "
                     "outside of strategy.run."
                 )
+        return flags[0]
 
     def _list_present(self, weights: Participants) -> list[ModuleReplica]:
         return [self.replicas[r] for r in weights.present]

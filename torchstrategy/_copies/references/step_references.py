@@ -187,7 +187,7 @@ class StepReferences:
             names = {key: fn.__globals__[key] for key in globals_of(fn)}
             defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
             unnamed = (("a default argument", value) for value in defaults)
-            closed = list(variables_in_closure(fn))
+            closed = variables_in_closure(fn)
             self._look_at_assigned(fn, closed, names)
             for found, value in (*closed, *names.items(), *unnamed):
                 self.look_at(found, value, functions)
