@@ -18,10 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .deadline import LAST_TEST
+
 ROOT = Path(__file__).parents[2]
-PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "pytest_torchstrategy", "-p", "no:cacheprovider", "--tb=short")
+PLUGINS = ("-p", "pytest_torchstrategy", "-p", "gpu.deadline", "-p", "no:cacheprovider")
+PYTEST = (sys.executable, "-m", "pytest", "-q", *PLUGINS, "--tb=short")
 ON_ONE_DEVICE = (*PYTEST, "-p", "gpu.on_one_device", "-W", "default")
 MOST_PROCESSES = 8  # that run tests at the same time
+MOST_SECONDS = 520  # of all parts together
+TO_END = 20  # seconds that pytest has, after its last test has begun, to end that test and say what all told
 # What some tests do is not there on one GPU.
 NOT_ON_ONE_DEVICE = (
     # They simulate devices by their names, count what travels between devices, or print where tensors are.
@@ -36,6 +41,8 @@ NOT_ON_ONE_DEVICE = (
     *("test_sync_batch_norm", "weight_norm", "parametriz", "weights_that_hooks_compute", "changes_its_dtype"),
     *("gradients_are_those_of_plain_pytorch", "parameters_that_share_memory", "adam_of_a_tensor_rate", "Adagrad"),
 )
+# They need a device that is not the CPU.
+NOT_ON_THE_CPU = ("fork_rng_around_a_run", "refusal_of_another_device", "on_an_accelerator_nothing_is_read_back")
 # What some files import beside torch, numpy and pytest.
 PACKAGES = ("hypothesis", "sklearn", "torchmetrics", "torch_geometric", "transformers", "pytorch_optimizer")
 
@@ -82,18 +89,20 @@ def parts(is_short: bool, simulated: bool) -> dict[str, Part]:
     places = ("--simulate-devices=5",) if simulated else ()
     words = "(usual or scaled or recurrent) and (two or several)" if is_short else "test"
     trainings = (*PYTEST, "-rs", *places, "-k", words, "tests/gpu")  # -k: every variant of each test
-    what = f"not ({' or '.join(NOT_ON_ONE_DEVICE)})"
+    left_out = (*NOT_ON_ONE_DEVICE, *NOT_ON_THE_CPU) if on == "cpu" else NOT_ON_ONE_DEVICE
+    what = f"not ({' or '.join(left_out)})"
     files = ["tests/equality/test_matrix.py"] if is_short else test_files("equality", "contract")
     own = {"what is there": Part([(sys.executable, "-m", "torchstrategy", *places)], 60, 24)}
     own["trainings"] = Part([trainings], 150, 30)
     if not simulated:
         own["two workers"] = Part([workers], 60, 24)
-        own["trainer"] = Part([trainer], 60, needs="sklearn")
-        own["equality"] = Part(shared_out(files, "-k", what), 120, 40)
+        own["trainer"] = Part([trainer], 120, needs="sklearn")
         if "ON" not in os.environ and own_devices() > 1:
             own["workers with a GPU each"] = Part([(*workers, "--nccl")], 60, 24)
     if not is_short:
         own["figures"] = Part([figures], 120, 40)
+    if not simulated:  # the last part, which takes what the others have left
+        own["equality"] = Part(shared_out(files, "-k", what), MOST_SECONDS, 40)
     return own
 
 
@@ -103,14 +112,26 @@ def own_devices() -> int:
     return int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
 
 
-def environment() -> dict[str, str]:
+def environment(last_test: float) -> dict[str, str]:
+    """What the commands of a part find in their environment.
+
+    Args:
+        last_test: The time after which pytest begins no other test.
+    """
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")])
     own = {"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **own}
+    return {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", LAST_TEST: str(last_test), **own}
 
 
-def run(name: str, part: Part, logs: Path) -> bool:
-    """Runs a part, and says what it told. Returns whether it went well."""
+def run(name: str, part: Part, logs: Path, seconds: float) -> bool:
+    """Runs a part, and says what it told. Returns whether it went well.
+
+    Args:
+        name: What to call it.
+        part: What runs.
+        logs: The folder for all that it says.
+        seconds: The most that it may take.
+    """
     if part.needs in missing():
         print(f"== {name}: left out, since there is no {part.needs}", flush=True)
         return True
@@ -122,13 +143,13 @@ def run(name: str, part: Part, logs: Path) -> bool:
         with path.open("w") as file:
             options: dict[str, Any] = {
                 "cwd": ROOT,
-                "env": environment(),
+                "env": environment(time.time() + seconds - TO_END),
                 "stdout": file,
                 "stderr": subprocess.STDOUT,
                 "start_new_session": True,
             }
             processes.append(subprocess.Popen(command, **options))
-    ends = [end_of(process, began + part.seconds) for process in processes]
+    ends = [end_of(process, began + seconds) for process in processes]
     # 5: pytest found no test in its files that is not left out
     went_well = all(end in (0, 5 if "pytest" in part.commands[0] else 0) for end in ends)
     said = f"ended with {' '.join(map(str, ends))}" if None not in ends else "was ended, since it took too long,"
@@ -161,7 +182,11 @@ def main() -> int:
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     told.logs.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    went_well = {name: run(name, known[name], told.logs) for name in known if not told.parts or name in told.parts}
+    went_well = {}
+    for name, part in known.items():
+        if not told.parts or name in told.parts:
+            left = MOST_SECONDS - (time.monotonic() - began)
+            went_well[name] = run(name, part, told.logs, min(part.seconds, left))
     failed = [name for name, is_well in went_well.items() if not is_well]
     print(
         f"== all: {time.monotonic() - began:.0f} s; " + (f"failed: {', '.join(failed)}" if failed else "all went well")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conditions import takes_long, without_simulated_devices
-from gpu.__main__ import NOT_ON_ONE_DEVICE, PACKAGES, ROOT, test_files
+from gpu.__main__ import NOT_ON_ONE_DEVICE, NOT_ON_THE_CPU, PACKAGES, ROOT, test_files
 
 TESTS = ROOT / "tests"
 test_files.__test__ = False  # type: ignore[attr-defined]  # it is no test
@@ -46,7 +46,7 @@ def test_what_is_left_out_is_there() -> None:
     text = "\n".join(
         path.name + path.read_text(encoding="utf-8") for path in [*files, *(TESTS / "support").rglob("*.py")]
     )
-    assert [word for word in NOT_ON_ONE_DEVICE if word.lower() not in text.lower()] == []
+    assert [word for word in (*NOT_ON_ONE_DEVICE, *NOT_ON_THE_CPU) if word.lower() not in text.lower()] == []
 
 
 @takes_long
