@@ -1,4 +1,4 @@
-"""A reader can read each word of the site, on a phone and in both schemes."""
+"""A reader can read each word of the site, on a phone and in both schemes, and goes from release to release."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import colorsys
 import importlib
 import importlib.util
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -183,3 +186,89 @@ def test_what_a_reader_cannot_read_is_found(
 def test_what_a_reader_can_read_is_no_fault(look: ModuleType, chromium: str, tmp_path: Path) -> None:
     code = "<pre style='overflow-x: auto'>" + "a long line of code " * 20 + "</pre>"
     assert look.faults_of(page_with(f"<h1>Title</h1><p>Text</p>{code}", tmp_path), chromium) == []
+
+
+# The menu of releases
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with two releases. Only the later one has a tutorial."""
+    monkeypatch.syspath_prepend(SITE)
+    publish = importlib.import_module("publish").publish
+    site, folder = tmp_path / "site", tmp_path / "public"
+    for page in ("index.html", "guide/index.html", "tutorial/index.html", "404.html"):
+        (site / page).parent.mkdir(parents=True, exist_ok=True)
+        (site / page).write_text(f"<header></header>{page}")
+    publish(site, folder, "0.10.0")
+    shutil.rmtree(site / "tutorial")
+    publish(site, folder, "0.9.0")
+    return folder
+
+
+def test_the_menu_finds_which_pages_a_release_has(published: Path) -> None:
+    """The script of the theme reads them from the sitemap, which was empty: each entry led to a home page."""
+    pages = {
+        release: re.findall(r"<loc>https://[^/]+/(.*)</loc>", (published / release / "sitemap.xml").read_text())
+        for release in ("0.9", "0.10", "latest")
+    }
+    assert pages == {"0.9": ["", "guide/"], "0.10": ["", "guide/", "tutorial/"], "latest": ["", "guide/", "tutorial/"]}
+
+
+def test_a_release_of_an_earlier_program_gets_its_sitemap_too(published: Path) -> None:
+    (published / "0.9" / "sitemap.xml").write_text("<urlset></urlset>")
+    importlib.import_module("publish").publish(published / "0.10", published, "0.11.0")
+    assert "guide/" in (published / "0.9" / "sitemap.xml").read_text()
+
+
+def test_without_javascript_a_page_links_to_the_home_pages_of_all_releases(published: Path) -> None:
+    for page, up in (("index.html", "../"), ("guide/index.html", "../../")):
+        text = (published / "0.9" / page).read_text()
+        assert text.startswith(f'<header><noscript><a class="releases" href="{up}releases.html">')
+    listed = re.findall(r'href="([^"]+)"', (published / "releases.html").read_text())
+    assert listed == ["0.10/", "0.9/"]
+    assert all((published / home / "index.html").exists() for home in listed)
+
+
+CLICK = """
+async function chosen(page, release) {
+  const frame = document.createElement("iframe");
+  document.body.append(frame);
+  await new Promise(done => { frame.onload = done; frame.src = page; });
+  let link;
+  while (!(link = frame.contentDocument.querySelector(`.md-version__link[href$="/${release}/"]`)))
+    await new Promise(done => setTimeout(done, 50));
+  const left = new Promise(done => { frame.onload = done; });
+  link.click();
+  await left;
+  return frame.contentWindow.location.pathname;
+}
+(async () => [
+  await chosen("/0.10/guide/", "0.9"), await chosen("/0.10/tutorial/", "0.9"), await chosen("/0.9/guide/", "0.10")
+])().catch(error => String(error)).then(answer);
+"""
+
+
+def test_the_menu_leads_to_the_same_page_of_another_release(
+    look: ModuleType, chromium: str, published: Path, tmp_path: Path
+) -> None:
+    """With the theme's own script, on pages that Zensical has made. The earlier release has no tutorial."""
+    built = with_theme(tmp_path / "theme")
+    for release in ("0.9", "0.10"):
+        shutil.copytree(built, published / release, dirs_exist_ok=True, ignore=shutil.ignore_patterns("sitemap.xml"))
+    shutil.rmtree(published / "0.9" / "tutorial")
+    assert look.answer_of(CLICK, published, chromium) == ["/0.9/guide/", "/0.9/", "/0.10/guide/"]
+
+
+def with_theme(folder: Path) -> Path:
+    """A site of three pages with a menu of releases, and with no other settings."""
+    pytest.importorskip("zensical")
+    (folder / "docs").mkdir(parents=True)
+    for page in ("index", "guide", "tutorial"):
+        (folder / "docs" / f"{page}.md").write_text(f"# {page}\n")
+    settings = "site_name: site\ntheme: {name: material, font: false}\nextra: {version: {provider: mike}}\n"
+    (folder / "mkdocs.yml").write_text(settings)
+    command = [str(Path(sys.executable).with_name("zensical")), "build", "-f", "mkdocs.yml"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "site"
