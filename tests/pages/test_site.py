@@ -118,7 +118,7 @@ def test_a_recipe_is_one_program_of_at_most_25_lines(page: Path) -> None:
 
 
 def test_what_belongs_to_an_item_of_a_list_is_indented_by_four() -> None:
-    """With three, the site ended the list at each program, and the steps of the guide for DDP were 1, 1, 1, 1, 1, 2, 3."""
+    """With three, the site ended the list at each program: the steps of the guide for DDP were 1, 1, 1, 1, 1, 2, 3."""
     for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         parts = re.findall(r"(?<=\n\n) {1,3}\S.*", text)
