@@ -114,7 +114,15 @@ def test_a_recipe_is_one_program_of_at_most_25_lines(page: Path) -> None:
     assert f"({page.name})" in (DOCS / "recipes" / "index.md").read_text()
 
 
-# Every page is found
+# Every page is found, and looks as it was written
+
+
+def test_what_belongs_to_an_item_of_a_list_is_indented_by_four() -> None:
+    """With three, the site ended the list at each program: the steps of the guide for DDP were 1, 1, 1, 1, 1, 2, 3."""
+    for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        parts = re.findall(r"(?<=\n\n) {1,3}\S.*", text)
+        assert parts == [], page
 
 
 def test_every_page_of_the_documentation_is_in_the_menu() -> None:
