@@ -42,7 +42,10 @@ NOT_ON_ONE_DEVICE = (
     *("gradients_are_those_of_plain_pytorch", "parameters_that_share_memory", "adam_of_a_tensor_rate", "Adagrad"),
 )
 # They need a device that is not the CPU.
-NOT_ON_THE_CPU = ("fork_rng_around_a_run", "refusal_of_another_device", "on_an_accelerator_nothing_is_read_back")
+NOT_ON_THE_CPU = (
+    *("fork_rng_around_a_run", "refusal_of_another_device", "on_an_accelerator_nothing_is_read_back"),
+    "the_attributes_that_scripts_ask_for",
+)
 # What some files import beside torch, numpy and pytest.
 PACKAGES = ("hypothesis", "sklearn", "torchmetrics", "torch_geometric", "transformers", "pytorch_optimizer")
 
