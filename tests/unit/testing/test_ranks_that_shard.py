@@ -144,17 +144,17 @@ def test_distributed_tensors_are_saved_and_counted_as_in_processes() -> None:
 class Named(torch.Tensor):
     """A tensor that stands for another one, and says nothing of it."""
 
-    inner: torch.Tensor
+    content: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Named:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-        made.inner = inner
-        return made  # type: ignore[no-any-return]
+    def __new__(cls, content: torch.Tensor) -> Named:
+        made: Named = torch.Tensor._make_wrapper_subclass(cls, content.shape, dtype=content.dtype)
+        made.content = content
+        return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inner = [one.inner if isinstance(one, Named) else one for one in args]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        inner = [one.content if isinstance(one, Named) else one for one in args]
         result = func(*inner, **(kwargs or {}))
         return args[0] if result is inner[0] else result
 

@@ -34,6 +34,9 @@ modes            models that are trained in evaluation mode after an evaluation
 unreduced        steps while gradients of sharded parameters wait to be reduced
 aliases          averages of weights that share their memory
 opponents        gradients that are left from the step of an opponent
+tracks           parameters at the same position of an optimizer in several ranks
+divided          parameters that all ranks have whole, in a model that they divide
+unsharded        parameters beside those of `fully_shard`
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests
