@@ -111,12 +111,13 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"fingerprints"},
         {"copies", "findings", "losses"},
         {"causes", "facts"},
-        {"lint"},
+        {"lint", "tracks"},
         {
             "aliases",
             "batch_norm",
             "biases",
             "clipping",
+            "divided",
             "files",
             "gathered",
             "generators",
@@ -130,7 +131,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "rows",
         }
         | {"scales", "schedulers", "shards", "streams", "unreduced", "waits", "zeroed"},
-        {"averages", "means"},
+        {"averages", "means", "unsharded"},
         {"session"},
         {"watching"},
         {"lint_training"},

@@ -1070,7 +1070,7 @@ def bias_is_added_before_rows_are_scattered(rank: int, is_right: bool) -> None:
         rows: torch.Tensor = Scattered.apply(F.linear(part, down, None if is_right else bias))
         return rows + bias if is_right else rows
 
-    divided_layers(rank, finish)
+    divided_layers(rank, finish, has_own_rows=True)
 
 
 Finish = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -1081,8 +1081,8 @@ def add_up(part: torch.Tensor) -> torch.Tensor:
     return added
 
 
-def divided_layers(rank: int, finish: Finish) -> None:
-    """A training whose two layers are divided among ranks; `finish` makes the output of the second."""
+def divided_layers(rank: int, finish: Finish, has_own_rows: bool = False) -> None:
+    """A training whose two layers are divided among ranks; `finish` makes the output of the second, or rows of it."""
     begin()
     last = nn.Linear(6, 1).to(DEVICE)
     up = nn.Parameter(torch.randn(8, 4).chunk(RANKS)[rank].to(DEVICE))
@@ -1093,6 +1093,10 @@ def divided_layers(rank: int, finish: Finish) -> None:
         part = torch.relu(rows @ up.T)
         optimizer.zero_grad()
         last(torch.tanh(finish(part, down, bias))).square().mean().backward()
+        for parameter in (bias, *last.parameters()) if has_own_rows else ():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= RANKS
         optimizer.step()
 
 

@@ -9,6 +9,7 @@ losses           of what a loss is made
 causes           why copies have parted
 facts            what each rank has done since its last step
 lint             what every lint is told
+tracks           parameters at the same position of an optimizer in several ranks
 copies           copies of tensors that ranks have to keep alike
 replicas         weights that differ between ranks
 rows             rows that several ranks get, or none
@@ -34,6 +35,8 @@ modes            models that are trained in evaluation mode after an evaluation
 unreduced        steps while gradients of sharded parameters wait to be reduced
 aliases          averages of weights that share their memory
 opponents        gradients that are left from the step of an opponent
+divided          parameters that all ranks have whole, in a model that they divide
+unsharded        parameters beside those of `fully_shard`
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

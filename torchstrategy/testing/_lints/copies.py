@@ -124,6 +124,7 @@ class Copies:
     is_over: bool = False  # nothing more is to be compared
     began_alike: bool = False
     began_apart: bool = False
+    was_compared: bool = False  # at the beginning
     late: Parted | None = None  # of a guess: since the first step, by gradients that differ
     _waiting: dict[float, dict[int, Snapshot]] = field(default_factory=dict)
     _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # those that differ, until the end
@@ -155,6 +156,7 @@ class Copies:
 
     def _compare(self, step: float, there: dict[int, Snapshot]) -> None:
         first = there[self.ranks[0]]
+        self.was_compared = self.was_compared or step == 0
         others = {rank: there[rank] for rank in self.ranks[1:]}
         names = [name for name in first.values if any(_are_unlike(first, other, name) for other in others.values())]
         if not names:
@@ -166,7 +168,7 @@ class Copies:
             self._guess(step, there, names)
             return
         if step == 0 and self.may_differ:
-            self.is_over = True
+            self.is_over = self.began_apart = True
             return
         if self.parted is not None:
             return

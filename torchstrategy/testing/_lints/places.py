@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchstrategy.testing._ranks.lines import places_of_the_user
 
 CLIPPING = "torch.nn.utils.clip_grad"  # it multiplies gradients by what keeps their norm small
 FUNCTIONS = "torch.autograd.function"  # in whose frames a function with a backward of its own runs
+_COLLECTIVES = "torch.distributed.nn"  # whose collectives are such functions
 _NEAR = 15  # from an operator to the function of torch that called it, there are fewer calls
 _COMMENT = re.compile(r"#.*\btorchstrategy:\s*ignore\[([^\]]*)\]")
 
@@ -78,6 +79,20 @@ def is_within(module: str) -> bool:
 def is_in_a_function() -> bool:
     """Whether an operator comes from a function with a backward of its own."""
     return next(frames_of(FUNCTIONS, None), None) is not None
+
+
+def exchanging_function_here() -> Any:
+    """The program's function with a backward of its own, a subclass of `torch.autograd.Function`, that calls this.
+
+    None outside of such a function, and in one of torch's that does other things, as `fully_shard` does.
+    """
+    for frame in frames_of(FUNCTIONS, None):
+        if frame.f_code.co_name == "apply":
+            there = frame.f_locals.get("cls")  # of its forward
+            function = there if there is not None else getattr(frame.f_locals.get("self"), "_forward_cls", None)
+            module = getattr(function, "__module__", "torch.")
+            return None if module.startswith("torch.") and not module.startswith(_COLLECTIVES) else function
+    return None
 
 
 def in_words(places: Iterable[Place]) -> str:

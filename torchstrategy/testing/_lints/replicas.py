@@ -110,6 +110,8 @@ class Replicas(Lint):
                 parted = copies.parted
                 if copies.key[0] == "beside" and self._has_parts:
                     continue
+                if copies.is_a_guess and not self._most_are_reduced(copies.key[1]):
+                    continue
                 if not all(taken.way.was_awaited for taken in parted.snapshots.values()):
                     continue  # `Waits` names it
                 places = tuple(taken.place for taken in parted.snapshots.values())
@@ -120,6 +122,15 @@ class Replicas(Lint):
         if wrong is not None:
             return [finding("reduced-over-wrong-group", *wrong)]
         return [self._finding(members) for members in grouped.values()] + self._partial()
+
+    def _most_are_reduced(self, optimizer: int) -> bool:
+        """Whether the gradients of most parameters of an optimizer are alike, of those that begin with other numbers.
+
+        Those of a last bias alone are alike where ranks add up the outputs of models of their own.
+        """
+        guesses = [copies for copies in self._copies.values() if copies.is_a_guess and copies.key[1] == optimizer]
+        apart = [copies.parted is not None for copies in guesses if copies.began_apart]
+        return 2 * sum(apart) >= len(apart)
 
     def _partial(self) -> list[Finding | None]:
         """Gradients of parameters that all ranks have, of a model whose other parameters are parts.

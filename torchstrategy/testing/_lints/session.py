@@ -16,6 +16,7 @@ from torchstrategy.testing._lints.averages import Averages
 from torchstrategy.testing._lints.batch_norm import FewStatistics
 from torchstrategy.testing._lints.biases import Biases
 from torchstrategy.testing._lints.clipping import Clipping
+from torchstrategy.testing._lints.divided import Divided
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
 from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
@@ -39,6 +40,7 @@ from torchstrategy.testing._lints.schedulers import Schedulers
 from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._lints.unreduced import Unreduced
+from torchstrategy.testing._lints.unsharded import Unsharded
 from torchstrategy.testing._lints.waits import Waits
 from torchstrategy.testing._lints.zeroed import Zeroed
 from torchstrategy.testing._ranks.happened import Happened
@@ -86,6 +88,8 @@ class Session:
             Opponents(),
             Biases(),
             Positives(),
+            Divided(),
+            Unsharded(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:

@@ -53,6 +53,11 @@ def held_here(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient if part is None else part
 
 
+def ranks_of_mesh(parameter: Any) -> tuple[int, ...]:
+    """The ranks among which a `DTensor` is shared out, in order."""
+    return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
+
+
 def is_subset(dataset: Any) -> bool:
     """Whether a dataset is some rows of another one."""
     return isinstance(dataset, torch.utils.data.Subset)

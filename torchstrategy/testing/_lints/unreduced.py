@@ -68,7 +68,7 @@ class Unreduced(Lint):
             return
         seen = self._seen.setdefault(optimizer, _Seen())
         if seen.models is None:
-            seen.models = _models_with(parameters)
+            seen.models = models_with(parameters)
         waiting = _waiting_in(seen.models, parameters)
         seen.steps = seen.steps + 1 if waiting else 0
         if seen.steps == _ENOUGH_STEPS:
@@ -95,7 +95,7 @@ class Unreduced(Lint):
         ]
 
 
-def _models_with(parameters: Sequence[torch.Tensor]) -> list[weakref.ref[nn.Module]]:
+def models_with(parameters: Sequence[torch.Tensor]) -> list[weakref.ref[nn.Module]]:
     """The modules of `fully_shard` that have some of these parameters."""
     owned, found = {id(parameter) for parameter in parameters}, []
     for thing in gc.get_objects():

@@ -30,6 +30,7 @@ _READING = ("numpy", "tolist", "__dlpack__", "__reduce_ex__")
 
 # Operators between the CPU and devices, of which listeners are told as copies.
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "aten::_copy_from")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _blocks = 0  # how many blocks are open, on all threads
 
 
@@ -110,9 +111,9 @@ def _forget_methods() -> None:
 def _reading(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def replaced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.is_cpu and tensor.layout is torch.strided:
-            for listener in listeners():
-                listener.used_on_cpu(name, [tensor], [])
+        read = [part for part in _pieces_of(tensor) if part.is_cpu and part.layout is torch.strided]
+        for listener in listeners() if read else ():
+            listener.used_on_cpu(name, read, [])
         return method(tensor, *args, **kwargs)
 
     return replaced
@@ -178,16 +179,32 @@ def _uses_of(op: Any) -> Uses | None:
         crosses = is_copy and kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "cpu"
         for i, argument, is_write in arguments:
             value = args[i] if i < len(args) else kwargs.get(argument)
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if not isinstance(tensor, torch.Tensor):
+            for given in value if isinstance(value, (list, tuple)) else (value,):
+                if not isinstance(given, torch.Tensor):
                     continue
-                if not tensor.is_cpu:
-                    crosses = crosses or is_copy
-                elif tensor.layout is torch.strided:
-                    (written if is_write else read).append(tensor)
+                for tensor in (given,) if type(given) in _PLAIN else _pieces_of(given):
+                    if not tensor.is_cpu:
+                        crosses = crosses or is_copy
+                    elif tensor.layout is torch.strided:
+                        (written if is_write else read).append(tensor)
         return None if crosses or not (read or written) else (read, written)
 
     return find
+
+
+def _pieces_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose memory a tensor has: those within one that only stands for others, as a `DTensor` does."""
+    if type(tensor) in _PLAIN:
+        return [tensor]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        within = [getattr(tensor, name) for name in flatten()[0]]
+        return [piece for one in within if isinstance(one, torch.Tensor) for piece in _pieces_of(one)]
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # it has a size, and no memory
+        return []
+    return [tensor]
 
 
 def users_line() -> str:
