@@ -70,3 +70,177 @@ def test_ranks_that_all_have_nan_are_alike() -> None:
         assert torch.isnan(model.module[0].weight).any()
 
     assert names_of(lambda: run_ranks(program, RANKS)) == []
+
+
+# Gradients of a scaled loss
+
+Step = Callable[[torch.amp.GradScaler, torch.optim.Optimizer], object]
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def train_scaled(step: Step, make: Make = sgd, **options: Any) -> nn.Module:
+    model = make_model()
+    optimizer = make(model)
+    scaler = torch.amp.GradScaler("cpu", **{"init_scale": 1024.0, **options})
+    for batch in rows(4):
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        step(scaler, optimizer)
+    return model
+
+
+def through_scaler(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def plainly(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+MAKERS: dict[str, Make] = {
+    "sgd": sgd,
+    "for loops": lambda model: sgd(model, foreach=False, weight_decay=0.1, momentum=0.9),
+    "foreach": lambda model: sgd(model, foreach=True, weight_decay=0.1),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters()),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_past_the_scaler_is_named(name: str) -> None:
+    (finding,) = findings_of(lambda: train_scaled(plainly, MAKERS[name]))
+    assert finding.name == "gradient-still-scaled" and len(finding.lines) == 2
+    assert "multiplied by 1024" in finding.says and "scaler.step(optimizer)" in finding.write
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_of_the_scaler_is_left_alone(name: str) -> None:
+    assert names_of(lambda: train_scaled(through_scaler, MAKERS[name])) == []
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_scaled_gradients_that_ranks_reduce_themselves(is_right: bool) -> None:
+    def program(rank: int) -> None:
+        dist.init_process_group("gloo")
+
+        def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= RANKS
+            (through_scaler if is_right else plainly)(scaler, optimizer)
+
+        train_scaled(step, init_scale=16.0)
+
+    expected = [] if is_right else ["gradient-still-scaled"]
+    assert [name for name in names_of(lambda: run_ranks(program, RANKS)) if name != "same-rows"] == expected
+
+
+def each_gradient(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def unscale_and_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.unscale_(optimizer)
+    optimizer.step()
+    scaler.update()
+
+
+def divide_by_hand(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in each_gradient(optimizer):
+        assert parameter.grad is not None
+        parameter.grad.div_(scaler.get_scale())
+    optimizer.step()
+
+
+def divide_all_by_hand(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    torch._foreach_mul_([parameter.grad for parameter in each_gradient(optimizer)], 1 / scaler.get_scale())
+    optimizer.step()
+
+
+def put_other_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in each_gradient(optimizer):
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad / scaler.get_scale()
+    optimizer.step()
+
+
+def take_signs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in each_gradient(optimizer):
+        assert parameter.grad is not None
+        parameter.grad.sign_()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "step", [unscale_and_step, divide_by_hand, divide_all_by_hand, put_other_gradients, take_signs]
+)
+def test_gradients_that_were_written_are_left_alone(step: Step) -> None:
+    assert names_of(lambda: train_scaled(step)) == []
+
+
+class Dividing(torch.optim.Optimizer):
+    """An optimizer that divides gradients by a scale that it knows."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in each_gradient(self):
+                assert parameter.grad is not None
+                parameter -= 0.01 * parameter.grad.div_(1024)
+
+
+def test_an_optimizer_that_divides_itself_is_left_alone() -> None:
+    assert names_of(lambda: train_scaled(plainly, lambda model: Dividing(model.parameters()))) == []
+
+
+class Scaled(torch.optim.Optimizer):
+    """An optimizer that `GradScaler` tells the scale."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in each_gradient(self):
+                assert parameter.grad is not None
+                parameter -= 0.01 * parameter.grad / self.grad_scale
+
+
+def test_an_optimizer_that_is_told_the_scale_is_left_alone() -> None:
+    assert names_of(lambda: train_scaled(through_scaler, lambda model: Scaled(model.parameters()))) == []
+
+
+def test_hooks_that_divide_are_left_alone() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient / 1024)
+        return sgd(model)
+
+    assert names_of(lambda: train_scaled(plainly, make)) == []
+
+
+def test_a_scaler_that_is_off_is_left_alone() -> None:
+    assert names_of(lambda: train_scaled(plainly, enabled=False)) == []
+
+
+def test_only_one_of_two_losses_is_scaled() -> None:
+    def program() -> None:
+        maker, judge = nn.Linear(4, 4), make_model()
+        of_maker, of_judge, scaler = sgd(maker), sgd(judge), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for batch in rows(4):
+            of_maker.zero_grad()
+            scaler.scale(judge(maker(batch)).square().mean()).backward()
+            scaler.step(of_maker)
+            scaler.update()
+            of_judge.zero_grad()
+            judge(maker(batch).detach()).square().mean().backward()
+            of_judge.step()
+
+    assert names_of(program) == []

@@ -34,6 +34,7 @@ modes            models that are trained in evaluation mode after an evaluation
 unreduced        steps while gradients of sharded parameters wait to be reduced
 aliases          averages of weights that share their memory
 opponents        gradients that are left from the step of an opponent
+scaled_steps     steps with gradients that are multiplied by the scale of mixed precision
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

@@ -34,6 +34,7 @@ from torchstrategy.testing._lints.positives import Positives
 from torchstrategy.testing._lints.process_groups import ProcessGroups
 from torchstrategy.testing._lints.replicas import Replicas
 from torchstrategy.testing._lints.rows import Rows
+from torchstrategy.testing._lints.scaled_steps import ScaledSteps
 from torchstrategy.testing._lints.scales import Scales
 from torchstrategy.testing._lints.schedulers import Schedulers
 from torchstrategy.testing._lints.shards import Shards
@@ -86,6 +87,7 @@ class Session:
             Opponents(),
             Biases(),
             Positives(),
+            ScaledSteps(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
