@@ -244,3 +244,112 @@ def test_only_one_of_two_losses_is_scaled() -> None:
             of_judge.step()
 
     assert names_of(program) == []
+
+
+# Parameters with the same memory
+
+
+class Tied(nn.Module):
+    """Two layers whose weights are to be one."""
+
+    def __init__(self, tie: Callable[[nn.Embedding, nn.Linear], object], rows: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, rows, bias=False)
+        tie(self.embed, self.head)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        tokens = batch.abs().long().clamp(0, 5)[:, 0]
+        result: torch.Tensor = self.head(torch.tanh(self.embed(tokens)))
+        return result
+
+
+def by_data(embed: nn.Embedding, head: nn.Linear) -> None:
+    head.weight.data = embed.weight.data
+
+
+def by_a_new_parameter(embed: nn.Embedding, head: nn.Linear) -> None:
+    head.weight = nn.Parameter(embed.weight)
+
+
+def by_storage(embed: nn.Embedding, head: nn.Linear) -> None:
+    with torch.no_grad():
+        head.weight.set_(embed.weight)  # type: ignore[call-overload]
+
+
+def by_some_rows(embed: nn.Embedding, head: nn.Linear) -> None:
+    head.weight.data = embed.weight.data[2:]
+
+
+def turned(embed: nn.Embedding, head: nn.Linear) -> None:
+    embed.weight.data = torch.randn(6, 8)[:, ::2]
+    head.weight.data = embed.weight.data
+
+
+@pytest.mark.parametrize("tie", [by_data, by_a_new_parameter, by_storage, by_some_rows, turned])
+def test_two_parameters_with_the_same_memory_are_named(tie: Callable[[nn.Embedding, nn.Linear], object]) -> None:
+    def program() -> None:
+        model = Tied(tie)
+        fit(model, torch.optim.AdamW(model.parameters()))
+
+    (finding,) = findings_of(program)
+    assert finding.name == "parameters-share-memory" and len(finding.lines) == 1
+    assert "embed.weight and head.weight are two" in finding.says or "head.weight and embed.weight" in finding.says
+
+
+def one_parameter(embed: nn.Embedding, head: nn.Linear) -> None:
+    head.weight = embed.weight
+
+
+def parts_of_a_buffer(embed: nn.Embedding, head: nn.Linear) -> None:
+    buffer = torch.randn(48)
+    embed.weight.data, head.weight.data = buffer[:24].view(6, 4), buffer[24:].view(6, 4)
+
+
+def columns_of_a_buffer(embed: nn.Embedding, head: nn.Linear) -> None:
+    buffer = torch.randn(6, 8)
+    embed.weight.data, head.weight.data = buffer[:, :4], buffer[:, 4:]
+
+
+def one_is_frozen(embed: nn.Embedding, head: nn.Linear) -> None:
+    by_data(embed, head)
+    head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("tie", [one_parameter, parts_of_a_buffer, columns_of_a_buffer, one_is_frozen])
+def test_one_parameter_and_parts_of_a_buffer_are_left_alone(tie: Callable[[nn.Embedding, nn.Linear], object]) -> None:
+    def program() -> None:
+        model = Tied(tie)
+        fit(model, sgd(model))
+
+    assert names_of(program) == []
+
+
+def test_gradients_that_the_program_adds_up_are_left_alone() -> None:
+    def program() -> None:
+        model = Tied(by_data)
+        optimizer = sgd(model)
+        for batch in rows(4):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            first, second = model.embed.weight.grad, model.head.weight.grad
+            assert first is not None and second is not None
+            first += second
+            second.copy_(first)
+            optimizer.step()
+
+    assert names_of(program) == []
+
+
+def test_the_weights_of_a_recurrent_layer_are_left_alone() -> None:
+    def program() -> None:
+        torch.manual_seed(0)
+        model = nn.LSTM(4, 4, num_layers=2)
+        model.flatten_parameters()
+        optimizer = sgd(model)
+        for batch in rows(4):
+            optimizer.zero_grad()
+            model(batch)[0].square().mean().backward()
+            optimizer.step()
+
+    assert names_of(program) == []

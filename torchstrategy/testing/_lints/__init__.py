@@ -6,6 +6,7 @@ findings         what lints have found
 known            what is known of tensors while their memory is there
 fingerprints     what is kept of a tensor
 losses           of what a loss is made
+parameter_names  what parameters are called
 causes           why copies have parted
 facts            what each rank has done since its last step
 lint             what every lint is told
@@ -35,6 +36,7 @@ unreduced        steps while gradients of sharded parameters wait to be reduced
 aliases          averages of weights that share their memory
 opponents        gradients that are left from the step of an opponent
 scaled_steps     steps with gradients that are multiplied by the scale of mixed precision
+ties             parameters that share their memory
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

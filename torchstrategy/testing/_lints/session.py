@@ -39,6 +39,7 @@ from torchstrategy.testing._lints.scales import Scales
 from torchstrategy.testing._lints.schedulers import Schedulers
 from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
+from torchstrategy.testing._lints.ties import Ties
 from torchstrategy.testing._lints.unreduced import Unreduced
 from torchstrategy.testing._lints.waits import Waits
 from torchstrategy.testing._lints.zeroed import Zeroed
@@ -88,6 +89,7 @@ class Session:
             Biases(),
             Positives(),
             ScaledSteps(),
+            Ties(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
