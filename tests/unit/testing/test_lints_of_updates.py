@@ -353,3 +353,178 @@ def test_the_weights_of_a_recurrent_layer_are_left_alone() -> None:
             optimizer.step()
 
     assert names_of(program) == []
+
+
+# Frozen batch norm
+
+
+def pretrained(model: nn.Module) -> nn.Module:
+    """Statistics as a checkpoint has them."""
+    torch.manual_seed(1)
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm1d) and layer.running_mean is not None:
+            layer.running_mean.normal_()
+    return model
+
+
+class Probe(nn.Module):
+    """A frozen body with a head that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.head = nn.Linear(8, 1)
+        pretrained(self.body).requires_grad_(False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.body(batch))
+        return result
+
+
+def fit_head(model: nn.Module, head: nn.Module, steps: int = 5) -> None:
+    fit(model, sgd(head), steps)
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_batch_norm_of_a_frozen_body(is_right: bool) -> None:
+    def program() -> None:
+        model = Probe().train()
+        if is_right:
+            model.body.eval()
+        fit_head(model, model.head)
+
+    found = findings_of(program)
+    assert [finding.name for finding in found] == ([] if is_right else ["frozen-norm-in-training"])
+    if found:
+        assert found[0].says.startswith("body.1 is frozen, as all weights before it, but in training mode")
+        assert "in 5 steps" in found[0].says and ".eval()" in found[0].write
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_batch_norm_before_a_head_in_one_sequence(is_right: bool) -> None:
+    def program() -> None:
+        model = pretrained(make_model(nn.BatchNorm1d(8)))
+        model[:2].requires_grad_(False)  # type: ignore[index]
+        model[1].train(not is_right)  # type: ignore[index]
+        fit_head(model, model[3])  # type: ignore[index]
+
+    assert names_of(program) == ([] if is_right else ["frozen-norm-in-training"])
+
+
+def test_a_frozen_body_of_few_rows_is_not_told_to_synchronize() -> None:
+    def program(rank: int) -> None:
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(Probe())
+        optimizer = sgd(model.module.head)
+        for batch in rows(5):
+            optimizer.zero_grad()
+            model(batch[8 * rank : 8 * rank + 8]).square().mean().backward()
+            optimizer.step()
+
+    assert names_of(lambda: run_ranks(program, RANKS)) == ["frozen-norm-in-training"]
+
+
+def scale_alone_is_frozen() -> None:
+    model = pretrained(make_model(nn.BatchNorm1d(8)))
+    model[1].requires_grad_(False)  # type: ignore[index]
+    fit(model, sgd(model))
+
+
+def statistics_are_new() -> None:
+    model = make_model(nn.BatchNorm1d(8))
+    model[:2].requires_grad_(False)  # type: ignore[index]
+    fit(model, sgd(model[3]))  # type: ignore[index]
+
+
+def inputs_are_normalized() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4, affine=False), make_model())
+    fit(pretrained(model), sgd(model))
+
+
+def frozen_norm_comes_first() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4).requires_grad_(False), make_model())
+    fit(pretrained(model), sgd(model))
+
+
+def statistics_stay() -> None:
+    model = Probe()
+    model.body[1].momentum = 0.0
+    fit_head(model, model.head)
+
+
+def a_part_before_it_is_trained() -> None:
+    first, model = nn.Linear(4, 4), Probe()
+    fit(nn.Sequential(first, model), torch.optim.SGD([*first.parameters(), *model.head.parameters()], lr=0.01))
+
+
+def body_is_trained_later() -> None:
+    model = Probe()
+    fit_head(model, model.head)
+    model.requires_grad_(True)
+    fit(model, sgd(model), 2)
+
+
+def body_was_trained_before() -> None:
+    model = Probe().requires_grad_(True)
+    fit(model, sgd(model))
+    model.body.requires_grad_(False)
+    fit_head(model, model.head)
+
+
+def teacher_is_an_average() -> None:
+    student = make_model(nn.BatchNorm1d(8))
+    teacher = pretrained(copy.deepcopy(student)).requires_grad_(False)
+    optimizer = sgd(student, 0.1)
+    for batch in rows(9):
+        optimizer.zero_grad()
+        (student(batch) - teacher(batch)).square().mean().backward()
+        optimizer.step()
+        for mine, its in zip(teacher.parameters(), student.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(its.data, alpha=0.1)
+
+
+def judge_is_frozen_in_turns() -> None:
+    maker, judge = nn.Linear(4, 4), pretrained(make_model(nn.BatchNorm1d(8)))
+    of_maker, of_judge = sgd(maker), sgd(judge)
+    for batch in rows(6):
+        judge.requires_grad_(False)
+        of_maker.zero_grad()
+        (judge(maker(batch)) + judge(batch)).square().mean().backward()
+        of_maker.step()
+        judge.requires_grad_(True)
+        of_judge.zero_grad()
+        judge(batch).square().mean().backward()
+        of_judge.step()
+
+
+def keys_come_from_a_slow_copy() -> None:
+    query, key = make_model(), pretrained(make_model(nn.BatchNorm1d(8))).requires_grad_(False)
+    optimizer = sgd(query)
+    for batch in rows(6):
+        with torch.no_grad():
+            targets = key(batch)
+        optimizer.zero_grad()
+        (query(batch) - targets).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        scale_alone_is_frozen,
+        statistics_are_new,
+        inputs_are_normalized,
+        frozen_norm_comes_first,
+        statistics_stay,
+        a_part_before_it_is_trained,
+        body_is_trained_later,
+        body_was_trained_before,
+        teacher_is_an_average,
+        judge_is_frozen_in_turns,
+        keys_come_from_a_slow_copy,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_batch_norm_that_has_to_follow_is_left_alone(program: Callable[[], None]) -> None:
+    assert names_of(program) == []

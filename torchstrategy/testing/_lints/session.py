@@ -20,6 +20,7 @@ from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_o
 from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
+from torchstrategy.testing._lints.frozen_norms import FrozenNorms
 from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.horizons import Horizons
@@ -61,13 +62,15 @@ class Session:
     def __init__(self, size: int) -> None:
         self._size = size
         self._facts: dict[int, Facts] = {}
+        frozen = FrozenNorms()
         gathered, zeroed, modes, self._waits, self._files = Gathered(), Zeroed(), Modes(), Waits(), Files()
         self._followers: list[Follower] = [gathered, zeroed, modes, self._waits]
         self._lints: list[Lint] = [
             Replicas(),
             Rows(),
             Streams(),
-            FewStatistics(),
+            FewStatistics(frozen.has_found),
+            frozen,
             Averages(),
             Scales(),
             Means(),
