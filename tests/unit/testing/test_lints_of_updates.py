@@ -528,3 +528,92 @@ def keys_come_from_a_slow_copy() -> None:
 )
 def test_batch_norm_that_has_to_follow_is_left_alone(program: Callable[[], None]) -> None:
     assert names_of(program) == []
+
+
+# Updates that are rounded away
+
+
+def fit_in(dtype: torch.dtype, make: Make, steps: int = 10) -> None:
+    model = make_model(nn.LayerNorm(8)).to(dtype)
+    fit(model, make(model), steps)
+
+
+SMALL: dict[str, Make] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+    "fused": lambda model: torch.optim.Adam(model.parameters(), lr=1e-4, fused=True),
+    "sgd": lambda model: sgd(model, 1e-4, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_updates_too_small_for_bfloat16_are_named(name: str) -> None:
+    (finding,) = findings_of(lambda: fit_in(torch.bfloat16, SMALL[name]))
+    assert finding.name == "updates-rounded-away" and len(finding.lines) == 1
+    assert "on weights in bfloat16" in finding.says and "1.weight (100%)" in finding.says
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_same_updates_in_float32_are_left_alone(name: str) -> None:
+    assert names_of(lambda: fit_in(torch.float32, SMALL[name])) == []
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_shards_in_bfloat16(is_right: bool) -> None:
+    def program(rank: int) -> None:
+        dist.init_process_group("gloo")
+        model = make_model(nn.LayerNorm(8))
+        fully_shard(model if is_right else model.to(torch.bfloat16))
+        fit(model, torch.optim.AdamW(model.parameters(), lr=1e-4), 10)
+
+    found = [name for name in names_of(lambda: run_ranks(program, RANKS)) if name != "same-rows"]
+    assert found == ([] if is_right else ["updates-rounded-away"])
+
+
+class Rounding(torch.optim.Optimizer):
+    """Rounds at random, so that small updates are kept on the average."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-4})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in each_gradient(self):
+                assert parameter.grad is not None
+                exact = parameter.float() - 1e-4 * parameter.grad.float().sign()
+                noise = (torch.rand_like(exact) - 0.5) * exact.abs() * 2**-8
+                parameter.copy_(exact + noise)
+
+
+class Mastered(torch.optim.AdamW):
+    """Keeps weights in float32."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in each_gradient(self):
+                assert parameter.grad is not None
+                master = self.state[parameter].setdefault("master", parameter.float())
+                master -= 1e-4 * parameter.grad.float().sign()
+                parameter.copy_(master)
+
+
+def test_optimizers_that_keep_small_updates_are_left_alone() -> None:
+    assert names_of(lambda: fit_in(torch.bfloat16, lambda model: Rounding(model.parameters()))) == []
+    assert names_of(lambda: fit_in(torch.bfloat16, lambda model: Mastered(model.parameters(), lr=1e-4))) == []
+
+
+def test_updates_that_are_large_enough_are_left_alone() -> None:
+    assert names_of(lambda: fit_in(torch.bfloat16, lambda model: torch.optim.AdamW(model.parameters(), lr=0.02))) == []
+
+
+def test_a_learning_rate_that_still_rises_is_left_alone() -> None:
+    def program() -> None:
+        model = make_model().to(torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        scheduler = LambdaLR(optimizer, lambda step: step / 1000)
+        fit(model, optimizer, 20, scheduler.step)
+
+    assert names_of(program) == []
+
+
+def test_parameters_that_are_not_to_be_trained_are_left_alone() -> None:
+    assert names_of(lambda: fit_in(torch.bfloat16, lambda model: torch.optim.AdamW(model.parameters(), lr=0.0))) == []

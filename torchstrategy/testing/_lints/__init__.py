@@ -38,6 +38,7 @@ aliases          averages of weights that share their memory
 opponents        gradients that are left from the step of an opponent
 scaled_steps     steps with gradients that are multiplied by the scale of mixed precision
 ties             parameters that share their memory
+roundings        weights in bfloat16 that their updates do not change
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

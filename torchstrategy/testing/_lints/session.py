@@ -34,6 +34,7 @@ from torchstrategy.testing._lints.places import way_here
 from torchstrategy.testing._lints.positives import Positives
 from torchstrategy.testing._lints.process_groups import ProcessGroups
 from torchstrategy.testing._lints.replicas import Replicas
+from torchstrategy.testing._lints.roundings import Roundings
 from torchstrategy.testing._lints.rows import Rows
 from torchstrategy.testing._lints.scaled_steps import ScaledSteps
 from torchstrategy.testing._lints.scales import Scales
@@ -93,6 +94,7 @@ class Session:
             Positives(),
             ScaledSteps(),
             Ties(),
+            Roundings(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
