@@ -617,3 +617,172 @@ def test_a_learning_rate_that_still_rises_is_left_alone() -> None:
 
 def test_parameters_that_are_not_to_be_trained_are_left_alone() -> None:
     assert names_of(lambda: fit_in(torch.bfloat16, lambda model: torch.optim.AdamW(model.parameters(), lr=0.0))) == []
+
+
+# Schedulers of another optimizer
+
+
+def falls(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return CosineAnnealingLR(optimizer, T_max=20)
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_an_optimizer_that_was_replaced(steps_before: int, is_right: bool) -> None:
+    def program() -> None:
+        model = make_model()
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = falls(optimizer)
+        fit(model, optimizer, steps_before, scheduler.step)
+        optimizer = sgd(model, 0.05)
+        if is_right:
+            scheduler = falls(optimizer)
+        fit(model, optimizer, 6, scheduler.step)
+
+    found = findings_of(program)
+    assert [finding.name for finding in found] == ([] if is_right else ["scheduler-of-other-optimizer"])
+    if found:
+        assert ("has made 3 steps and is no longer used" if steps_before else "has made no step") in found[0].says
+        assert "a learning rate of 0.05 in all of its 6 steps" in found[0].says and len(found[0].lines) == 2
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that lets another one make its steps."""
+
+    def __init__(self, inner: torch.optim.Optimizer, shares_groups: bool) -> None:
+        self.inner = inner
+        groups = inner.param_groups if shares_groups else [{"params": list(each_gradient(inner)), "lr": 1.0}]
+        super().__init__(groups, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def a_wrapper_has_its_groups(model: nn.Module) -> None:
+    inner = sgd(model)
+    fit(model, Wrapper(inner, shares_groups=True), 6, falls(inner).step)
+
+
+def groups_are_those_of_another_one(model: nn.Module) -> None:
+    first = sgd(model)
+    fit(model, torch.optim.Adam(first.param_groups), 6, falls(first).step)
+
+
+def a_wrapper_calls_it(model: nn.Module) -> None:
+    inner = sgd(model)
+    fit(model, Wrapper(inner, shares_groups=False), 6, falls(inner).step)
+
+
+def two_optimizers_take_turns(model: nn.Module) -> None:
+    first, second = sgd(model), sgd(model)
+    schedule = falls(first)
+    for _ in range(2):
+        for optimizer in (first, second):
+            fit(model, optimizer, 4, schedule.step)
+
+
+def both_have_a_schedule(model: nn.Module) -> None:
+    first, second = sgd(model), sgd(model)
+    schedules = [falls(first), ReduceLROnPlateau(second)]
+    fit(model, second, 6, schedules[0].step)
+
+
+def its_rates_are_copied(model: nn.Module) -> None:
+    template, optimizer = sgd(model), sgd(model)
+    schedule = falls(template)
+
+    def copy_rates() -> None:
+        schedule.step()
+        optimizer.param_groups[0]["lr"] = template.param_groups[0]["lr"]
+
+    fit(model, optimizer, 6, copy_rates)
+
+
+def the_last_steps_are_of_another_one(model: nn.Module) -> None:
+    first, second = sgd(model), sgd(model)
+    schedule = falls(first)
+    fit(model, first, 6, schedule.step)
+    fit(model, second, 2, schedule.step)
+
+
+def an_optimizer_waits(model: nn.Module) -> None:
+    fit(model, sgd(model), 6, falls(sgd(make_model())).step)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        a_wrapper_has_its_groups,
+        groups_are_those_of_another_one,
+        a_wrapper_calls_it,
+        two_optimizers_take_turns,
+        both_have_a_schedule,
+        its_rates_are_copied,
+        the_last_steps_are_of_another_one,
+        an_optimizer_waits,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_a_schedule_that_has_an_effect_is_left_alone(program: Callable[[nn.Module], None]) -> None:
+    assert names_of(lambda: program(make_model())) == []
+
+
+# Silence
+
+
+UPDATES = {
+    "gradient-still-scaled": """
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for _ in range(3):
+    optimizer.zero_grad()
+    scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+    optimizer.step()  # COMMENT
+""",
+    "parameters-share-memory": """
+model[2].weight.data = model[0].weight.data
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()  # COMMENT
+""",
+    "frozen-norm-in-training": """
+model[:2].requires_grad_(False)
+model[1].running_mean.normal_()
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()  # COMMENT
+    optimizer.step()
+""",
+    "updates-rounded-away": """
+model = model.bfloat16()
+for _ in range(10):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4).bfloat16()).float().square().mean().backward()
+    optimizer.step()  # COMMENT
+""",
+    "scheduler-of-other-optimizer": """
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    scheduler.step()  # COMMENT
+""",
+}
+BEGINNING = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+"""
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("is_silenced", [False, True])
+def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    comment = f"torchstrategy: ignore[{name if is_silenced else 'same-order'}]"
+    file.write_text(BEGINNING + UPDATES[name].replace("COMMENT", comment))
+    found = findings_of(lambda: exec(compile(file.read_text(), str(file), "exec"), {"__name__": "program"}))
+    assert [finding.name for finding in found] == ([] if is_silenced else [name])

@@ -39,6 +39,7 @@ opponents        gradients that are left from the step of an opponent
 scaled_steps     steps with gradients that are multiplied by the scale of mixed precision
 ties             parameters that share their memory
 roundings        weights in bfloat16 that their updates do not change
+replaced_optimizers  schedulers whose optimizer makes no steps
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

@@ -33,6 +33,7 @@ from torchstrategy.testing._lints.orphans import Orphans
 from torchstrategy.testing._lints.places import way_here
 from torchstrategy.testing._lints.positives import Positives
 from torchstrategy.testing._lints.process_groups import ProcessGroups
+from torchstrategy.testing._lints.replaced_optimizers import ReplacedOptimizers
 from torchstrategy.testing._lints.replicas import Replicas
 from torchstrategy.testing._lints.roundings import Roundings
 from torchstrategy.testing._lints.rows import Rows
@@ -95,6 +96,7 @@ class Session:
             ScaledSteps(),
             Ties(),
             Roundings(),
+            ReplacedOptimizers(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
@@ -252,6 +254,9 @@ class Session:
             self.facts(rank).stepping = optimizer
             for lint in self._lints:
                 lint.steps(self.facts(rank), optimizer)
+        else:
+            for lint in self._lints:
+                lint.steps_within(self.facts(rank), optimizer)
 
     def stepped(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
         """It has made it."""
