@@ -6,6 +6,7 @@ findings         what lints have found
 known            what is known of tensors while their memory is there
 fingerprints     what is kept of a tensor
 losses           of what a loss is made
+parameter_names  what parameters are called
 causes           why copies have parted
 facts            what each rank has done since its last step
 lint             what every lint is told
@@ -15,6 +16,7 @@ replicas         weights that differ between ranks
 rows             rows that several ranks get, or none
 streams          data sets without numbers of rows (`IterableDataset`) that give all ranks the same rows
 batch_norm       batch norm with the statistics of one rank
+frozen_norms     batch norm of a frozen part that is in training mode
 averages         averages that lack the statistics of batch norm
 scales           losses that are divided too often or not at all
 means            means of means over different numbers
@@ -37,6 +39,10 @@ aliases          averages of weights that share their memory
 opponents        gradients that are left from the step of an opponent
 divided          parameters that all ranks have whole, in a model that they divide
 unsharded        parameters beside those of `fully_shard`
+scaled_steps     steps with gradients that are multiplied by the scale of mixed precision
+ties             parameters that share their memory
+roundings        weights in bfloat16 that their updates do not change
+replaced_optimizers  schedulers whose optimizer makes no steps
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

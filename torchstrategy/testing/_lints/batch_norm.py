@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -23,7 +23,7 @@ BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, 
 
 
 class _Seen(NamedTuple):
-    layers: list[str]
+    layers: dict[str, int]  # their names and ids
     ranks: int
     place: Place
 
@@ -32,7 +32,9 @@ class _Seen(NamedTuple):
 class FewStatistics(Lint):
     """Looks for layers of batch norm in models that are trained by `DistributedDataParallel`."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_named: Callable[[int], bool]) -> None:
+        """`is_named` says whether another lint names a layer, by its id."""
+        self._is_named = is_named
         self._called: dict[tuple[int, Any], _Seen] = {}
         self._most: dict[Any, int] = {}  # the most values of a channel that a model was called with
         self._running: dict[int, tuple[Any, int | None]] = {}  # by rank: a model, and the fewest values of its layers
@@ -50,7 +52,8 @@ class FewStatistics(Lint):
         self._ends(facts)
         self._running[facts.rank] = model.key, None
         if (facts.rank, model.key) not in self._called:
-            layers = [name for name, module in wrapped.module.named_modules() if _is_of_one_rank(module)]
+            modules = wrapped.module.named_modules()
+            layers = {name: id(module) for name, module in modules if _is_of_one_rank(module)}
             self._called[facts.rank, model.key] = _Seen(layers, len(model.ranks), here())
 
     @override
@@ -66,7 +69,7 @@ class FewStatistics(Lint):
         return [
             finding(
                 "statistics-of-one-rank",
-                f"{some(seen.layers)} of the model that is called at {seen.place} normalize with only {values} values "
+                f"{some(layers)} of the model that is called at {seen.place} normalize with only {values} values "
                 f"of each channel, those of one rank, of the {values * seen.ranks} of all ranks, and their running "
                 "statistics are those of rank 0.",
                 "`model = nn.SyncBatchNorm.convert_sync_batchnorm(model)` before it is wrapped, a norm without a "
@@ -75,6 +78,7 @@ class FewStatistics(Lint):
             )
             for key, seen in self._found.items()
             if 0 < (values := self._most.get(key, 0)) <= _FEW
+            and (layers := [name for name, own in seen.layers.items() if not self._is_named(own)])
         ]
 
     def _normalizes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:

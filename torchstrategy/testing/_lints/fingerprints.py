@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import zlib
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ _SAMPLED, _CLOSE = 64, 1e-4
 
 
 class Fingerprint(NamedTuple):
-    """What is kept of a tensor."""
+    """What is kept of a tensor. Each NaN in a sample is the one object `math.nan`, so that two samples can be equal."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -30,8 +31,9 @@ class Fingerprint(NamedTuple):
         """Whether two tensors differ by rounding only, as far as some of their numbers say."""
         if self.shape != other.shape:
             return False
-        size = max(map(abs, (*self.sample, *other.sample)), default=0.0)
-        return all(abs(a - b) <= _CLOSE * size for a, b in zip(self.sample, other.sample, strict=True))
+        size = max((abs(one) for one in (*self.sample, *other.sample) if math.isfinite(one)), default=0.0)
+        pairs = zip(self.sample, other.sample, strict=True)
+        return all(a is b or a == b or abs(a - b) <= _CLOSE * size for a, b in pairs)
 
 
 def can_be_read(tensor: torch.Tensor) -> bool:
@@ -54,7 +56,11 @@ def fingerprint(tensor: torch.Tensor | None) -> Fingerprint | None:
     with torch.no_grad(), unwatched(), without_modes():
         flat = here.view(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
-        sample = tuple((some.abs() if some.is_complex() else some).double().tolist())
+        numbers = (some.abs() if some.is_complex() else some).double().tolist()
+        if any(map(math.isnan, numbers)):
+            numbers = [math.nan if math.isnan(one) else one for one in numbers]
+            here = torch.where(here.isnan(), math.nan, here)
+        sample = tuple(numbers)
     return Fingerprint(tuple(tensor.shape), tensor.dtype, checksum(here), sample)
 
 

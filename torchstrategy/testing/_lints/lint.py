@@ -59,6 +59,9 @@ class Lint:
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is going to make a step."""
 
+    def steps_within(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is going to make a step within the step of another one."""
+
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         """It has made it."""
 

@@ -21,6 +21,7 @@ from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_o
 from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
+from torchstrategy.testing._lints.frozen_norms import FrozenNorms
 from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.horizons import Horizons
@@ -33,12 +34,16 @@ from torchstrategy.testing._lints.orphans import Orphans
 from torchstrategy.testing._lints.places import way_here
 from torchstrategy.testing._lints.positives import Positives
 from torchstrategy.testing._lints.process_groups import ProcessGroups
+from torchstrategy.testing._lints.replaced_optimizers import ReplacedOptimizers
 from torchstrategy.testing._lints.replicas import Replicas
+from torchstrategy.testing._lints.roundings import Roundings
 from torchstrategy.testing._lints.rows import Rows
+from torchstrategy.testing._lints.scaled_steps import ScaledSteps
 from torchstrategy.testing._lints.scales import Scales
 from torchstrategy.testing._lints.schedulers import Schedulers
 from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
+from torchstrategy.testing._lints.ties import Ties
 from torchstrategy.testing._lints.unreduced import Unreduced
 from torchstrategy.testing._lints.unsharded import Unsharded
 from torchstrategy.testing._lints.waits import Waits
@@ -61,13 +66,15 @@ class Session:
     def __init__(self, size: int) -> None:
         self._size = size
         self._facts: dict[int, Facts] = {}
+        frozen = FrozenNorms()
         gathered, zeroed, modes, self._waits, self._files = Gathered(), Zeroed(), Modes(), Waits(), Files()
         self._followers: list[Follower] = [gathered, zeroed, modes, self._waits]
         self._lints: list[Lint] = [
             Replicas(),
             Rows(),
             Streams(),
-            FewStatistics(),
+            FewStatistics(frozen.has_found),
+            frozen,
             Averages(),
             Scales(),
             Means(),
@@ -90,6 +97,10 @@ class Session:
             Positives(),
             Divided(),
             Unsharded(),
+            ScaledSteps(),
+            Ties(),
+            Roundings(),
+            ReplacedOptimizers(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
@@ -247,6 +258,9 @@ class Session:
             self.facts(rank).stepping = optimizer
             for lint in self._lints:
                 lint.steps(self.facts(rank), optimizer)
+        else:
+            for lint in self._lints:
+                lint.steps_within(self.facts(rank), optimizer)
 
     def stepped(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
         """It has made it."""

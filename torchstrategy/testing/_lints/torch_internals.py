@@ -58,6 +58,11 @@ def ranks_of_mesh(parameter: Any) -> tuple[int, ...]:
     return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
 
 
+def has_hooks_of_gradients(parameter: torch.Tensor) -> bool:
+    """Whether the program has given a parameter hooks, which may change its gradient."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def is_subset(dataset: Any) -> bool:
     """Whether a dataset is some rows of another one."""
     return isinstance(dataset, torch.utils.data.Subset)
