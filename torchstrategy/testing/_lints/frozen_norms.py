@@ -178,6 +178,6 @@ def _finding(norms: Sequence[_Norm]) -> Finding | None:
         f"training mode: each call ({first.place}) changes the running statistics, and normalizes with those of the "
         f"batch. That was so in {first.steps} steps ({first.steps_at}). Evaluation uses other statistics than the part "
         "was frozen with.",
-        "Call `.eval()` on the frozen part after each `model.train()`, as in `model.backbone.eval()`.",
+        "Call `.eval()` on the frozen part after each `model.train()`: that puts all parts into training mode.",
         [first.place, first.steps_at],
     )
