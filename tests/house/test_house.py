@@ -116,6 +116,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "aliases",
             "batch_norm",
             "biases",
+            "checkpoints",
             "clipping",
             "files",
             "gathered",
@@ -129,8 +130,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "replicas",
             "rows",
         }
-        | {"scales", "schedulers", "shards", "streams", "unreduced", "waits", "zeroed"},
-        {"averages", "means"},
+        | {"padding", "scales", "schedulers", "shards", "streams", "totals", "unreduced", "waits", "zeroed"},
+        {"averages", "gradient_hooks", "means", "repeated_epochs", "resumes"},
         {"session"},
         {"watching"},
         {"lint_training"},

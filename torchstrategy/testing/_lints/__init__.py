@@ -34,6 +34,12 @@ modes            models that are trained in evaluation mode after an evaluation
 unreduced        steps while gradients of sharded parameters wait to be reduced
 aliases          averages of weights that share their memory
 opponents        gradients that are left from the step of an opponent
+checkpoints      checkpoints that a program loads, and what takes its values from them
+resumes          training that goes on from a checkpoint with an optimizer that has forgotten what it knew
+repeated_epochs  samplers that begin again with epochs that were trained before a checkpoint
+padding          rows of an evaluation that count twice
+totals           totals that ranks add up again, with what they have added up before
+gradient_hooks   hooks of gradients whose result is no mean over ranks
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests
