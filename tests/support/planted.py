@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -1172,6 +1173,99 @@ def average_is_the_model(rank: int, is_right: bool) -> None:
         fit(model, optimizer, iter([rows]))
         torch._foreach_mul_(list(average.values()), 0.9)
         torch._foreach_add_(list(average.values()), list(model.state_dict().values()), alpha=0.1)
+
+
+# Checkpoints
+
+
+def training_from(file: io.BytesIO, restores: bool) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    """A model whose weights are from a checkpoint, its optimizer, and the checkpoint."""
+    file.seek(0)
+    checkpoint = torch.load(file, map_location=DEVICE)
+    torch.manual_seed(0)
+    net = make_model()
+    net.load_state_dict(checkpoint["model"])
+    model = wrapped(net)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if restores:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    return model, optimizer, checkpoint
+
+
+def checkpoint_of_an_earlier_job(**more: int) -> io.BytesIO:
+    begin()
+    net = make_model()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    fit(net, optimizer, rows_of(0, 2))
+    file = io.BytesIO()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), **more}, file)
+    return file
+
+
+@pair("optimizer-not-restored")
+def optimizer_begins_anew_after_a_checkpoint(rank: int, is_right: bool) -> None:
+    file = checkpoint_of_an_earlier_job(step=20)
+    model, optimizer, checkpoint = training_from(file, restores=is_right)
+    batches = rows_of(rank)
+    for _step in range(checkpoint["step"], checkpoint["step"] + 3):
+        optimizer.zero_grad()
+        model(next(batches)).square().mean().backward()
+        optimizer.step()
+
+
+@pair("epoch-again")
+def epochs_begin_anew_after_a_checkpoint(rank: int, is_right: bool) -> None:
+    file = checkpoint_of_an_earlier_job(epoch=3)
+    model, optimizer, checkpoint = training_from(file, restores=True)
+    rows = data()
+    sampler = DistributedSampler(rows)
+    for epoch in range(checkpoint["epoch"] if is_right else 0, 5):
+        sampler.set_epoch(epoch)
+        for (batch,) in DataLoader(rows, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            model(batch.to(DEVICE)).square().mean().backward()
+            optimizer.step()
+
+
+# Sums over ranks
+
+
+@pair("rows-counted-twice")
+def padding_is_counted(rank: int, is_right: bool) -> None:
+    begin()
+    rows = data(13)
+    part = Subset(rows, range(rank, 13, RANKS)) if is_right else rows
+    sampler = None if is_right else DistributedSampler(rows, shuffle=False)
+    totals = torch.zeros(2, device=DEVICE)
+    for (batch,) in DataLoader(part, batch_size=4, sampler=sampler):
+        totals += torch.tensor([batch.sum(), len(batch)], device=DEVICE)
+    dist.all_reduce(totals)
+
+
+@pair("sum-added-up-again")
+def running_total_is_reduced(rank: int, is_right: bool) -> None:
+    begin()
+    totals = torch.zeros(2, device=DEVICE)
+    for batch in rows_of(rank):
+        totals[0] += batch.square().sum()
+        totals[1] += len(batch)
+        reduced = totals.clone() if is_right else totals
+        dist.all_reduce(reduced)
+
+
+@pair("hook-is-no-mean")
+def hook_returns_the_sum(rank: int, is_right: bool) -> None:
+    begin()
+
+    def in_half_the_bytes(state, bucket):  # type: ignore[no-untyped-def]
+        buffer = bucket.buffer()
+        sent = buffer.to(torch.bfloat16) / (RANKS if is_right else 1)
+        future = dist.all_reduce(sent, async_op=True).get_future()
+        return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+    model = wrapped(make_model())
+    model.register_comm_hook(None, in_half_the_bytes)
+    fit(model, sgd(model), rows_of(rank))
 
 
 # Memory and files

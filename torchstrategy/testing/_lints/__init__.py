@@ -43,6 +43,12 @@ scaled_steps     steps with gradients that are multiplied by the scale of mixed 
 ties             parameters that share their memory
 roundings        weights in bfloat16 that their updates do not change
 replaced_optimizers  schedulers whose optimizer makes no steps
+checkpoints      checkpoints that a program loads, and what takes its values from them
+resumes          training that goes on from a checkpoint with an optimizer that has forgotten what it knew
+repeated_epochs  samplers that begin again with epochs that were trained before a checkpoint
+padding          rows of an evaluation that count twice
+totals           totals that ranks add up again, with what they have added up before
+gradient_hooks   hooks of gradients whose result is no mean over ranks
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

@@ -13,6 +13,7 @@ import torch
 
 from torchstrategy.testing._lints.facts import Facts, Model
 from torchstrategy.testing._lints.findings import Finding
+from torchstrategy.testing._lints.places import Place
 from torchstrategy.testing._ranks.witnesses import Told
 
 Seen = Callable[[Facts, Sequence[Any], dict[str, Any], Any], None]
@@ -73,6 +74,21 @@ class Lint:
 
     def got(self, facts: Facts, loader: Any, batch: Any) -> None:
         """A batch of a data set that has no numbers of rows is there."""
+
+    def unpickled(self, facts: Facts, value: Any) -> None:
+        """`torch.load` has returned something."""
+
+    def restored(self, facts: Facts, module: torch.nn.Module, state: Any) -> None:
+        """A module has loaded its `state_dict`."""
+
+    def restored_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        """An optimizer has loaded its `state_dict`."""
+
+    def sets_epoch(self, facts: Facts, sampler: Any) -> None:
+        """`set_epoch` of a `DistributedSampler` was called."""
+
+    def hooked(self, facts: Facts, model: Any, place: Place, given: torch.Tensor, future: Any) -> None:
+        """A hook of gradients, registered at a place, got some numbers, and has returned a future of what to write."""
 
     def findings(self) -> list[Finding | None]:
         """What it has found, at the end; None of what is silenced."""

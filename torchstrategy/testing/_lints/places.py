@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from torchstrategy.testing._ranks.lines import places_of_the_user
+from torchstrategy.testing._ranks.lines import is_the_users, places_of_the_user
 
 CLIPPING = "torch.nn.utils.clip_grad"  # it multiplies gradients by what keeps their norm small
 FUNCTIONS = "torch.autograd.function"  # in whose frames a function with a backward of its own runs
@@ -69,6 +69,11 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def calls_of_the_user() -> Iterator[FrameType]:
+    """The calls that are under way of functions that are neither torch's nor this library's, the innermost first."""
+    return (frame for frame in _frames() if is_the_users(frame))
 
 
 def is_within(module: str) -> bool:

@@ -24,6 +24,7 @@ from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.frozen_norms import FrozenNorms
 from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.generators import Generators
+from torchstrategy.testing._lints.gradient_hooks import GradientHooks
 from torchstrategy.testing._lints.horizons import Horizons
 from torchstrategy.testing._lints.lint import Follower, Lint, Seen
 from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
@@ -31,11 +32,14 @@ from torchstrategy.testing._lints.means import Means
 from torchstrategy.testing._lints.modes import Modes
 from torchstrategy.testing._lints.opponents import Opponents
 from torchstrategy.testing._lints.orphans import Orphans
+from torchstrategy.testing._lints.padding import Padding
 from torchstrategy.testing._lints.places import way_here
 from torchstrategy.testing._lints.positives import Positives
 from torchstrategy.testing._lints.process_groups import ProcessGroups
+from torchstrategy.testing._lints.repeated_epochs import RepeatedEpochs
 from torchstrategy.testing._lints.replaced_optimizers import ReplacedOptimizers
 from torchstrategy.testing._lints.replicas import Replicas
+from torchstrategy.testing._lints.resumes import Resumes
 from torchstrategy.testing._lints.roundings import Roundings
 from torchstrategy.testing._lints.rows import Rows
 from torchstrategy.testing._lints.scaled_steps import ScaledSteps
@@ -44,6 +48,7 @@ from torchstrategy.testing._lints.schedulers import Schedulers
 from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._lints.ties import Ties
+from torchstrategy.testing._lints.totals import Totals
 from torchstrategy.testing._lints.unreduced import Unreduced
 from torchstrategy.testing._lints.unsharded import Unsharded
 from torchstrategy.testing._lints.waits import Waits
@@ -101,6 +106,11 @@ class Session:
             Ties(),
             Roundings(),
             ReplacedOptimizers(),
+            Resumes(),
+            RepeatedEpochs(),
+            Padding(),
+            Totals(),
+            GradientHooks(),
         ]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
@@ -181,6 +191,11 @@ class Session:
     def synchronized(self, rank: int) -> None:
         """A rank has waited for its device."""
         self._waits.forget(rank)
+
+    def saw(self, rank: int, what: str, *args: Any) -> None:
+        """Something has happened that no other lint asks for: `what` is the method of a lint that is told."""
+        for lint in self._lints:
+            getattr(lint, what)(self.facts(rank), *args)
 
     def file(self, happened: Happened, rank: int, what: str, file: Any) -> None:
         """A rank does something with a file."""

@@ -16,9 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchstrategy.testing._lints.checkpoints import replaced as replaced_for_checkpoints
 from torchstrategy.testing._lints.files import replaced as replaced_for_files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
+from torchstrategy.testing._lints.gradient_hooks import replaced as replaced_for_hooks
 from torchstrategy.testing._lints.session import Session
 from torchstrategy.testing._lints.torch_internals import LoaderIterator, scale_of
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay, WorkWitness, witnesses, work_witnesses
@@ -97,7 +99,8 @@ class Watch:
         witnesses.append(self._told)
         work_witnesses.append(work)
         try:
-            with replacing([*self._replaced(), *replaced_for_files(self._file)]):
+            more = [*replaced_for_checkpoints(self._tell), *replaced_for_hooks(self._tell)]
+            with replacing([*self._replaced(), *replaced_for_files(self._file), *more]):
                 yield
         finally:
             witnesses.remove(self._told)

@@ -1,0 +1,147 @@
+"""Rows of an evaluation that count twice, since a `DistributedSampler` gives all ranks the same number of rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.utils.data import DistributedSampler
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
+from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.places import Place, here
+from torchstrategy.testing._ranks.witnesses import Told
+from torchstrategy.testing._simulation.program import unwatched
+
+_MOST_NUMBERS = 64  # of a tensor of totals
+_FEWEST_ROWS = 5  # of a rank: smaller numbers are often something else
+
+
+class _Padded(NamedTuple):
+    """An evaluation that a rank has read to its end.
+
+    Attributes:
+        place: Where.
+        rows: How many rows the rank has got.
+        given: How many all ranks get.
+        size: How many there are.
+        ranks: Among how many ranks they are divided.
+    """
+
+    place: Place
+    rows: int
+    given: int
+    size: int
+    ranks: int
+
+
+class _Case(NamedTuple):
+    padded: _Padded
+    number: int  # which one of those that are reduced
+    place: Place
+
+
+@final
+class Padding(Lint):
+    """Looks for sums of the numbers of rows, over all ranks, that are those of padded samplers.
+
+    The ranks that have padding may leave it out of their number. So each rank has to give all of its rows.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[Any, int, Place]] = {}  # a loader, its rows so far, and where it is read
+        self._padded: dict[int, list[_Padded]] = defaultdict(list)  # since the last `backward`
+        self._given: dict[Hashable, dict[int, list[_Case]]] = defaultdict(dict)  # by collective and rank
+        self._found: dict[tuple[Place, Place], _Case] = {}
+
+    @override
+    def opened(self, facts: Facts, loader: Any) -> None:
+        sampler = getattr(loader, "sampler", None)
+        self._open.pop(facts.rank, None)
+        if facts.size > 1 and isinstance(sampler, DistributedSampler) and sampler.total_size > _size(sampler):
+            self._open[facts.rank] = loader, 0, here()
+
+    @override
+    def drew(self, facts: Facts, loader: Any, rows: Any) -> None:
+        if facts.rank not in self._open or self._open[facts.rank][0] is not loader:
+            return
+        _, count, place = self._open[facts.rank]
+        if rows is not None:
+            self._open[facts.rank] = loader, count + (len(rows) if isinstance(rows, (list, tuple)) else 1), place
+            return
+        del self._open[facts.rank]
+        sampler = loader.sampler
+        if count == sampler.num_samples >= _FEWEST_ROWS:
+            padded = _Padded(place, count, sampler.total_size, _size(sampler), sampler.num_replicas)
+            self._padded[facts.rank].append(padded)
+
+    @override
+    def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
+        self._open.pop(facts.rank, None)
+        self._padded.pop(facts.rank, None)
+
+    @override
+    def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
+        evaluations = self._padded.get(facts.rank)
+        if not evaluations or is_of_torch or told.kind != "all_reduce" or told.detail != "sum":
+            return
+        cases, place = [], here()
+        for number, tensor in enumerate(told.gives):
+            for index, value in enumerate(_numbers(tensor)):
+                cases += [
+                    _Case(padded, number * _MOST_NUMBERS + index, place)
+                    for padded in evaluations
+                    if value == padded.rows and padded.ranks == len(told.ranks)
+                ]
+        if not cases:
+            return
+        given = self._given[told.key]
+        given[facts.rank] = cases
+        if len(given) == len(told.ranks):
+            for case in _of_all(list(given.values())):
+                self._found.setdefault((case.place, case.padded.place), case)
+            del self._given[told.key]
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        return [_finding(case) for case in self._found.values()]
+
+
+def _finding(case: _Case) -> Finding | None:
+    padded = case.padded
+    more = padded.given - padded.size
+    rows = "one row counts" if more == 1 else f"{more} rows count"
+    return finding(
+        "rows-counted-twice",
+        f"The DistributedSampler of the evaluation at {padded.place} gives each of {padded.ranks} ranks {padded.rows} "
+        f"rows, and the sum of their numbers ({case.place}) is {padded.given}, of {padded.size} rows that there are: "
+        f"{rows} twice in what you measure.",
+        "Evaluate each row once, `Subset(dataset, range(rank, len(dataset), ranks))`, or cut what you gather to "
+        "`len(dataset)` rows before you count.",
+        [case.place, padded.place],
+    )
+
+
+def _of_all(cases: list[list[_Case]]) -> list[_Case]:
+    """Those that all ranks have, at the same number of the tensor."""
+    of_ranks = [{(case.number, case.padded.given) for case in of_rank} for of_rank in cases]
+    common = set.intersection(*of_ranks)
+    return [case for case in cases[0] if (case.number, case.padded.given) in common]
+
+
+def _size(sampler: DistributedSampler[Any]) -> int:
+    return len(sampler.dataset)  # type: ignore[arg-type]
+
+
+def _numbers(tensor: torch.Tensor) -> list[float]:
+    """The numbers of a small tensor."""
+    if tensor.numel() > _MOST_NUMBERS or tensor.is_complex() or not can_be_read(tensor):
+        return []
+    here = numbers_of(tensor)
+    with unwatched():
+        return [float(number) for number in here.view(-1).tolist()]
