@@ -47,9 +47,7 @@ _TORCHS = (
     "torch.serialization",
     "torchstrategy.testing._simulation",
     "torchstrategy.testing._runner",
-    "torchstrategy.testing._lints.watching",
-    "torchstrategy.testing._lints.session",
-    __name__,
+    "torchstrategy.testing._lints",  # other lints watch `torch.load`, too
 )
 
 
