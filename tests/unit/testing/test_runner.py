@@ -255,7 +255,7 @@ def test_the_report_says_who_waited_where_beside_the_failure(tmp_path: Path) -> 
     )
     assert report["notes"] == [
         "torch.compile was called 2 times for inductor, and ran aot_eager (--compile)",
-        "each rank was given --local_rank=RANK, as torch.distributed.launch does",
+        "each rank was given --local_rank=RANK, as torch.distributed.launch does; torchrun sets LOCAL_RANK instead",
     ]
 
 

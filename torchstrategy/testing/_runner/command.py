@@ -232,7 +232,8 @@ class _Run:
             times = plural(Compiling.count, "time")
             notes.append(f"torch.compile was called {times} for inductor, and ran {Compiling.backend} (--compile)")
         if self.spelling is not None:
-            notes.append(f"each rank was given {self.spelling}=RANK, as torch.distributed.launch does")
+            given = f"each rank was given {self.spelling}=RANK, as torch.distributed.launch does"
+            notes.append(f"{given}; torchrun sets LOCAL_RANK instead")
         return notes
 
     def _status_of(self, run: Callable[[], None]) -> int:
