@@ -1242,6 +1242,29 @@ def padding_is_counted(rank: int, is_right: bool) -> None:
     dist.all_reduce(totals)
 
 
+@pair("nothing-loaded")
+def state_of_the_wrapper_is_loaded(rank: int, is_right: bool) -> None:
+    begin()
+    wrapper = wrapped(make_model())
+    state = wrapper.module.state_dict() if is_right else wrapper.state_dict()
+    model = make_model()
+    model.load_state_dict(state, strict=False)
+    # Right in both: a part of the names.
+    model.load_state_dict({next(iter(model.state_dict())): next(iter(state.values())), "head": state}, strict=False)
+
+
+@pair("outputs-share-memory")
+def outputs_are_one_tensor(rank: int, is_right: bool) -> None:
+    begin()
+    own = torch.full((2,), float(rank), device=DEVICE)
+    empty = torch.zeros(2, device=DEVICE)
+    parts = [torch.zeros_like(empty) for _ in range(RANKS)] if is_right else [empty] * RANKS
+    dist.all_gather(parts, own)
+    # Right in both: columns of one matrix share a range of memory, and no number of it.
+    columns = torch.zeros(2, RANKS, device=DEVICE)
+    dist.all_gather(list(columns.unbind(1)), own)
+
+
 @pair("sum-added-up-again")
 def running_total_is_reduced(rank: int, is_right: bool) -> None:
     begin()

@@ -48,6 +48,8 @@ resumes          training that goes on from a checkpoint with an optimizer that 
 repeated_epochs  samplers that begin again with epochs that were trained before a checkpoint
 padding          rows of an evaluation that count twice
 totals           totals that ranks add up again, with what they have added up before
+outputs          collectives that write on one tensor what several ranks give
+unmatched_names  checkpoints of other names than those of the model that loads them
 gradient_hooks   hooks of gradients whose result is no mean over ranks
 session          one run of a program
 watching         a block in which lints watch a program

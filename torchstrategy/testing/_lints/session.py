@@ -32,6 +32,7 @@ from torchstrategy.testing._lints.means import Means
 from torchstrategy.testing._lints.modes import Modes
 from torchstrategy.testing._lints.opponents import Opponents
 from torchstrategy.testing._lints.orphans import Orphans
+from torchstrategy.testing._lints.outputs import Outputs
 from torchstrategy.testing._lints.padding import Padding
 from torchstrategy.testing._lints.places import way_here
 from torchstrategy.testing._lints.positives import Positives
@@ -49,6 +50,7 @@ from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._lints.ties import Ties
 from torchstrategy.testing._lints.totals import Totals
+from torchstrategy.testing._lints.unmatched_names import UnmatchedNames
 from torchstrategy.testing._lints.unreduced import Unreduced
 from torchstrategy.testing._lints.unsharded import Unsharded
 from torchstrategy.testing._lints.waits import Waits
@@ -100,6 +102,8 @@ class Session:
             Opponents(),
             Biases(),
             Positives(),
+            Outputs(),
+            UnmatchedNames(),
             Divided(),
             Unsharded(),
             ScaledSteps(),
