@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -62,6 +62,42 @@ from torchstrategy.testing._ranks.witnesses import Told, UnderWay
 _MOST_BACKWARDS = 1000  # without a step
 
 
+# Those that nobody else has to know.
+_LINTS: tuple[Callable[[], Lint], ...] = (
+    Replicas,
+    Rows,
+    Streams,
+    Averages,
+    Scales,
+    Means,
+    Generators,
+    Clipping,
+    Horizons,
+    Shards,
+    Orphans,
+    ProcessGroups,
+    Schedulers,
+    Unreduced,
+    Aliases,
+    Opponents,
+    Biases,
+    Positives,
+    Outputs,
+    UnmatchedNames,
+    Divided,
+    Unsharded,
+    ScaledSteps,
+    Ties,
+    Roundings,
+    ReplacedOptimizers,
+    Resumes,
+    RepeatedEpochs,
+    Padding,
+    Totals,
+    GradientHooks,
+)
+
+
 @final
 class Session:
     """One run.
@@ -73,49 +109,11 @@ class Session:
     def __init__(self, size: int) -> None:
         self._size = size
         self._facts: dict[int, Facts] = {}
-        frozen = FrozenNorms()
-        gathered, zeroed, modes, self._waits, self._files = Gathered(), Zeroed(), Modes(), Waits(), Files()
+        frozen, gathered, zeroed, modes = FrozenNorms(), Gathered(), Zeroed(), Modes()
+        self._waits, self._files = Waits(), Files()
         self._followers: list[Follower] = [gathered, zeroed, modes, self._waits]
-        self._lints: list[Lint] = [
-            Replicas(),
-            Rows(),
-            Streams(),
-            FewStatistics(frozen.has_found),
-            frozen,
-            Averages(),
-            Scales(),
-            Means(),
-            gathered,
-            Generators(),
-            self._waits,
-            self._files,
-            Clipping(),
-            Horizons(),
-            Shards(),
-            Orphans(),
-            ProcessGroups(),
-            Schedulers(),
-            zeroed,
-            modes,
-            Unreduced(),
-            Aliases(),
-            Opponents(),
-            Biases(),
-            Positives(),
-            Outputs(),
-            UnmatchedNames(),
-            Divided(),
-            Unsharded(),
-            ScaledSteps(),
-            Ties(),
-            Roundings(),
-            ReplacedOptimizers(),
-            Resumes(),
-            RepeatedEpochs(),
-            Padding(),
-            Totals(),
-            GradientHooks(),
-        ]
+        of_others = [frozen, FewStatistics(frozen.has_found), *self._followers, self._files]
+        self._lints: list[Lint] = [*(make() for make in _LINTS), *of_others]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
             for operator, seen in lint.operators().items():
