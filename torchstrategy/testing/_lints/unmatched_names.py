@@ -50,7 +50,7 @@ def _finding(place: Place, loaded: _Loaded) -> Finding | None:
     prefix = next((p for p in _PREFIXES if loaded.given.startswith(p) != loaded.wanted.startswith(p)), "")
     mend = "Give the state the names of the model, and leave `strict=False` out."
     if prefix:
-        mend = f"Save and load without the prefix {prefix!r}, as `model.module.state_dict()`; leave `strict=False` out."
+        mend = f"Save the state of the model itself, whose names have no {prefix!r}, and leave `strict=False` out."
     return finding(
         "nothing-loaded",
         f"`load_state_dict` at {place} has loaded nothing: none of {loaded.num_names} names, such as "
