@@ -107,11 +107,12 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("testing", "_lints"): [
         {"torch_internals"},
-        {"known", "places"},
+        {"known", "modules", "places"},
         {"fingerprints"},
         {"copies", "findings", "losses"},
         {"causes", "facts"},
-        {"lint", "parameter_names", "tracks"},
+        {"lint", "tracks"},
+        {"scheduled"},
         {
             "aliases",
             "batch_norm",

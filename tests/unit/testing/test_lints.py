@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import linted
 import planted
 import ranked_programs
 import right_trainings
@@ -24,12 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, ab
 
 def findings_of(name: str, is_right: bool) -> list[Finding]:
     pair = PAIRS[name]
-    with lint_training(check=False) as record:
-        if pair.has_ranks:
-            run_ranks(lambda rank: pair.main(rank, is_right), RANKS)
-        else:
-            pair.main(0, is_right)
-    return record.findings
+    if not pair.has_ranks:
+        return linted.findings_of(lambda: pair.main(0, is_right))
+    return linted.findings_of(lambda: run_ranks(lambda rank: pair.main(rank, is_right), RANKS))
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -92,21 +90,12 @@ def test_gradients_that_are_reduced_over_the_wrong_group_are_named(is_right: boo
                 parameter.grad /= 2
             optimizer.step()
 
-    with lint_training(check=False) as record:
-        run_ranks(main, 4)
-    assert [finding.name for finding in record.findings] == ([] if is_right else ["reduced-over-wrong-group"])
-    assert all("have the same weights: 0, 2 and 1, 3." in finding.write for finding in record.findings)
+    found = linted.findings_of(lambda: run_ranks(main, 4))
+    assert [finding.name for finding in found] == ([] if is_right else ["reduced-over-wrong-group"])
+    assert all("have the same weights: 0, 2 and 1, 3." in finding.write for finding in found)
 
 
 # Silence
-
-
-def accumulate(place: str) -> list[Finding]:
-    """A training with a mistake, from a file of its own, so that its lines can have comments."""
-    source = Path(place)
-    with lint_training(check=False) as record:
-        exec(compile(source.read_text(), place, "exec"), {"__name__": "program"})
-    return record.findings
 
 
 PROGRAM = """
@@ -136,7 +125,7 @@ for _ in range(2):
 )
 def test_a_comment_on_the_statement_silences_a_finding(comment: str, count: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.replace("COMMENT", comment))
-    assert len(accumulate(str(tmp_path / "program.py"))) == count
+    assert len(linted.findings_of_file(tmp_path / "program.py")) == count
 
 
 def test_a_finding_fails_the_block_with_all_of_its_words() -> None:

@@ -14,19 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from torchstrategy.testing import Finding, lint_training, run_ranks
+from linted import findings_of, findings_of_file, names_of
+from torchstrategy.testing import run_ranks
 
 RANKS = 2
-
-
-def findings_of(program: Callable[[], object]) -> list[Finding]:
-    with lint_training(check=False) as record:
-        program()
-    return record.findings
-
-
-def names_of(program: Callable[[], object]) -> list[str]:
-    return [finding.name for finding in findings_of(program)]
 
 
 def make_model() -> nn.Module:
@@ -305,5 +296,5 @@ def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -
     file = tmp_path / "program.py"
     silenced = name if is_silenced else "same-order"
     file.write_text(PROGRAMS[name].replace("COMMENT", f"torchstrategy: ignore[{silenced}]"))
-    found = names_of(lambda: exec(compile(file.read_text(), str(file), "exec"), {"__name__": "program"}))
-    assert found == ([] if is_silenced else [name])
+    found = findings_of_file(file)
+    assert [finding.name for finding in found] == ([] if is_silenced else [name])

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from torchstrategy.testing import Finding, lint_training, run_ranks
+import linted
+from planted import Added, Copied
+from torchstrategy.testing import Finding, run_ranks
 
 RANKS, WIDTH, STEPS = 2, 8, 4
 
@@ -23,9 +25,7 @@ Main = Callable[[int], object]
 
 
 def findings_of(main: Main) -> list[Finding]:
-    with lint_training(check=False) as record:
-        run_ranks(main, RANKS)
-    return record.findings
+    return linted.findings_of(lambda: run_ranks(main, RANKS))
 
 
 def begin(seed: int = 0) -> None:
@@ -61,32 +61,16 @@ def reduce(*parameters: nn.Parameter) -> None:
         dist.all_reduce(parameter.grad)
 
 
-class CopyIn(torch.autograd.Function):
-    """Copies to the layers that are divided; backwards the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
+def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    whole = rows.new_empty(RANKS * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(whole, rows.contiguous())
+    return whole
 
 
-class SumOut(torch.autograd.Function):
-    """The sum of what the layers of all ranks give."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+def sum_and_scatter_rows(whole: torch.Tensor) -> torch.Tensor:
+    rows = whole.new_empty(len(whole) // RANKS, *whole.shape[1:])
+    dist.reduce_scatter_tensor(rows, whole.contiguous())
+    return rows
 
 
 class Gather(torch.autograd.Function):
@@ -94,9 +78,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor) -> torch.Tensor:
-        whole = x.new_empty(RANKS * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(whole, x.contiguous())
-        return whole
+        return gather_rows(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -104,9 +86,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        rows = gradient.new_empty(len(gradient) // RANKS, *gradient.shape[1:])
-        dist.reduce_scatter_tensor(rows, gradient.contiguous())
-        return rows
+        return sum_and_scatter_rows(gradient)
 
 
 class Scatter(torch.autograd.Function):
@@ -114,24 +94,20 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        rows = x.new_empty(len(x) // RANKS, *x.shape[1:])
-        dist.reduce_scatter_tensor(rows, x.contiguous())
-        return rows
+        return sum_and_scatter_rows(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        whole = gradient.new_empty(RANKS * len(gradient), *gradient.shape[1:])
-        dist.all_gather_into_tensor(whole, gradient.contiguous())
-        return whole
+        return gather_rows(gradient)
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = CopyIn.apply(x)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = Copied.apply(x)  # type: ignore[no-untyped-call]
     return result
 
 
 def added(x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = SumOut.apply(x)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = Added.apply(x)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -13,19 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
 
-from torchstrategy.testing import Finding, lint_training, run_ranks
+from linted import findings_of, findings_of_file
+from torchstrategy.testing import run_ranks
 
 RANKS = 2
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Detected call of:UserWarning"
 )  # torch's, of a schedule by micro-batches
-
-
-def findings_of(program: Callable[[], object]) -> list[Finding]:
-    with lint_training(check=False) as record:
-        program()
-    return record.findings
 
 
 def make_model() -> nn.Module:
@@ -210,5 +205,5 @@ run_ranks(program, 2)
 def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(SETUPS[name].replace("COMMENT", f"torchstrategy: ignore[{name if is_silenced else 'same-order'}]"))
-    found = findings_of(lambda: exec(compile(file.read_text(), str(file), "exec"), {"__name__": "program"}))
+    found = findings_of_file(file)
     assert [finding.name for finding in found] == ([] if is_silenced else [name])

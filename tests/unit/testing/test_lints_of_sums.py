@@ -14,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-from torchstrategy.testing import Finding, lint_training, run_ranks
+import linted
+from torchstrategy.testing import Finding, run_ranks
 
 RANKS = 2
 
@@ -26,9 +27,7 @@ def findings_of(program: Program, ranks: int = RANKS) -> list[Finding]:
         dist.init_process_group("gloo")
         program(rank)
 
-    with lint_training(check=False) as record:
-        run_ranks(main, ranks)
-    return record.findings
+    return linted.findings_of(lambda: run_ranks(main, ranks))
 
 
 def names_of(program: Program, ranks: int = RANKS) -> list[str]:
@@ -475,6 +474,4 @@ def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -
     file = tmp_path / "program.py"
     comment = f"torchstrategy: ignore[{name if is_silenced else 'same-order'}]"
     file.write_text(f"{BEGIN}{PROGRAMS[name].replace('COMMENT', comment)}run_ranks(program, 2)\n")
-    with lint_training(check=False) as record:
-        exec(compile(file.read_text(), str(file), "exec"), {"__name__": "program"})
-    assert [finding.name for finding in record.findings] == ([] if is_silenced else [name])
+    assert [finding.name for finding in linted.findings_of_file(file)] == ([] if is_silenced else [name])

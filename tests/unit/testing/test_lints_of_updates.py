@@ -15,23 +15,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from torchstrategy.testing import Finding, lint_training, run_ranks
+from linted import findings_of, findings_of_file, names_of
+from torchstrategy.testing import run_ranks
 
 RANKS = 2
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Detected call of:UserWarning"
 )  # torch's, of a scheduler whose optimizer makes no step
-
-
-def findings_of(program: Callable[[], object]) -> list[Finding]:
-    with lint_training(check=False) as record:
-        program()
-    return record.findings
-
-
-def names_of(program: Callable[[], object]) -> list[str]:
-    return [finding.name for finding in findings_of(program)]
 
 
 def make_model(*more: nn.Module) -> nn.Sequential:
@@ -784,5 +775,5 @@ def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -
     file = tmp_path / "program.py"
     comment = f"torchstrategy: ignore[{name if is_silenced else 'same-order'}]"
     file.write_text(BEGINNING + UPDATES[name].replace("COMMENT", comment))
-    found = findings_of(lambda: exec(compile(file.read_text(), str(file), "exec"), {"__name__": "program"}))
+    found = findings_of_file(file)
     assert [finding.name for finding in found] == ([] if is_silenced else [name])

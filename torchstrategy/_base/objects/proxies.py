@@ -47,7 +47,7 @@ _lock = threading.Lock()
 #   the replicas of other strategies, since `local_object` asks the innermost replica of this very thread.
 # - If several runs have proxies of one object at the same time, it gets its class back when the last of them ends.
 # - A thread that is in no replica may be in a method of a proxy class when that happens. `super()` would raise there,
-#   since the object is no proxy any more. So methods of proxy classes call `_users_method`.
+#   since the object is no proxy any more. So methods of proxy classes call `_in_users_class`.
 # - torch's optimizers look at `type()` of parameters. So these can get their class back while the replicas stand still.
 class Proxy:
     """The base of all proxy classes. A proxy is pickled and copied as an object of the user's class."""
@@ -61,15 +61,15 @@ class Proxy:
         return plain_class(type(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = _users_method(self, "__reduce_ex__")(self, protocol)
+        reduced: Any = _in_users_class(self, "__reduce_ex__")(self, protocol)
         if not isinstance(reduced, tuple) or reduced[0] is not vars(copyreg)["__newobj__"]:
             return reduced  # for example a string, the name of a global object
         function, (_, *arguments), *rest = reduced
         return function, (plain_class(type(self)), *arguments), *rest
 
 
-def _users_method(thing: object, name: str) -> Any:
-    """A method of the user's class, which takes the object as its first argument.
+def _in_users_class(thing: object, name: str) -> Any:
+    """What the user's class has under a name: a property, or a method that takes the object as its first argument.
 
     It is the same whether the object is a proxy or not. See Note [What a proxy must not change].
     """
@@ -81,19 +81,19 @@ class _ModuleProxy(Proxy):
 
     def __getattribute__(self, name: str) -> Any:
         local = local_object(self)
-        return _users_method(self, "__getattribute__")(self, name) if local is self else getattr(local, name)
+        return _in_users_class(self, "__getattribute__")(self, name) if local is self else getattr(local, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         local = local_object(self)
         if local is self:
-            _users_method(self, "__setattr__")(self, name, value)
+            _in_users_class(self, "__setattr__")(self, name, value)
         else:
             setattr(local, name, value)
 
     def __delattr__(self, name: str) -> None:
         local = local_object(self)
         if local is self:
-            _users_method(self, "__delattr__")(self, name)
+            _in_users_class(self, "__delattr__")(self, name)
         else:
             delattr(local, name)
 
@@ -104,7 +104,7 @@ def users_own(optimizer: Any, name: str) -> Any:
     It may be a property of the user's class: an optimizer that wraps another one takes it from there.
     """
     inside = vars(optimizer)
-    return inside[name] if name in inside else getattr(plain_class(type(optimizer)), name).__get__(optimizer)
+    return inside[name] if name in inside else _in_users_class(optimizer, name).__get__(optimizer)
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -158,17 +158,17 @@ class _OptimizerProxy(Proxy):
     def zero_grad(self, set_to_none: bool = True) -> None:
         local: Any = local_object(self)
         if local is self:
-            _users_method(self, "zero_grad")(self, set_to_none)
+            _in_users_class(self, "zero_grad")(self, set_to_none)
         else:
             local.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Any) -> None:
         _only_outside(self, "add_param_group()")
-        _users_method(self, "add_param_group")(self, param_group)
+        _in_users_class(self, "add_param_group")(self, param_group)
 
     def load_state_dict(self, state_dict: Any) -> None:
         _only_outside(self, "load_state_dict()")
-        _users_method(self, "load_state_dict")(self, state_dict)
+        _in_users_class(self, "load_state_dict")(self, state_dict)
 
 
 def _methods_of(cls: type) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _called_once(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         local: Any = local_object(self)
         if local is self:
-            return _users_method(self, name)(self, *args, **kwargs)
+            return _in_users_class(self, name)(self, *args, **kwargs)
         return local.call(name, *args, **kwargs)
 
     return method
@@ -309,7 +309,7 @@ class _SharedStepperProxy(Proxy):
     def __getattribute__(self, name: str) -> Any:
         if name in _ONCE_A_STEP and (local := local_object(self)) is not self:
             return functools.partial(local.call, name)
-        return _users_method(self, "__getattribute__")(self, name)
+        return _in_users_class(self, "__getattribute__")(self, name)
 
 
 _ONCE_A_STEP = frozenset({"step", "unscale_", "update"})

@@ -6,7 +6,8 @@ findings         what lints have found
 known            what is known of tensors while their memory is there
 fingerprints     what is kept of a tensor
 losses           of what a loss is made
-parameter_names  what parameters are called
+modules          the modules that there are, and what parameters are called in them
+scheduled        schedulers of learning rates, and where they are stepped
 causes           why copies have parted
 facts            what each rank has done since its last step
 lint             what every lint is told

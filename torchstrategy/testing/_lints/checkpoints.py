@@ -39,8 +39,9 @@ class Checkpoint:
     moments: set[str] = field(default_factory=set)
 
 
-class OfCheckpoints(Lint):
-    """A lint that asks which checkpoint a model or an optimizer has its values from."""
+@final
+class Checkpoints(Lint):
+    """Notes what was loaded. Other lints ask it which checkpoint a model or an optimizer has its values from."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, Known[Checkpoint]] = defaultdict(Known)
@@ -113,25 +114,27 @@ Tell = Callable[..., None]
 def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
     """What tells of checkpoints, in place of functions of torch."""
 
-    def telling(method: Callable[..., Any], what: str) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def told(owner: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-            state = kwargs.pop("state_dict", state)
-            result = method(owner, state, *args, **kwargs)
-            if isinstance(state, dict):
-                tell("saw", what, owner, state)
-            return result
-
-        return told
-
     load, set_epoch = torch.load, DistributedSampler.set_epoch
-    module, optimizer = torch.nn.Module, torch.optim.Optimizer
+    load_module, load_optimizer = torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict
 
     @functools.wraps(load)
     def loading(*args: Any, **kwargs: Any) -> Any:
         result = load(*args, **kwargs)
         tell("saw", "unpickled", result)
         return result
+
+    @functools.wraps(load_module)
+    def restoring(module: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        misfits = load_module(module, state_dict, *args, **kwargs)
+        if isinstance(state_dict, dict):
+            tell("saw", "restored", module, state_dict, misfits)
+        return misfits
+
+    @functools.wraps(load_optimizer)
+    def restoring_optimizer(optimizer: Any, state_dict: Any) -> None:
+        load_optimizer(optimizer, state_dict)
+        if isinstance(state_dict, dict):
+            tell("saw", "restored_optimizer", optimizer, state_dict)
 
     @functools.wraps(set_epoch)
     def setting(sampler: Any, epoch: int) -> None:
@@ -140,7 +143,7 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
 
     return [
         (torch, "load", loading),
-        (module, "load_state_dict", telling(module.load_state_dict, "restored")),
-        (optimizer, "load_state_dict", telling(optimizer.load_state_dict, "restored_optimizer")),
+        (torch.nn.Module, "load_state_dict", restoring),
+        (torch.optim.Optimizer, "load_state_dict", restoring_optimizer),
         (DistributedSampler, "set_epoch", setting),
     ]

@@ -18,10 +18,9 @@ from torchstrategy.testing._lints.fingerprints import can_be_read, checksum, num
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import Place, exchanging_function_here, frames_of, here, in_words
-from torchstrategy.testing._lints.tracks import Track, Tracks, places_of
+from torchstrategy.testing._lints.tracks import EXCHANGING, Track, Tracks, places_of
 from torchstrategy.testing._ranks.witnesses import Told
 
-_EXCHANGING = ("all_to_all", "send", "recv")  # of programs whose ranks have other parts, as stages and experts
 _MOST_NODES, _MOST_MASKS, _ENOUGH = 50_000, 3, 16
 _DROPOUT = "torch.nn.functional"  # in whose frames the input of dropout is
 _aten = torch.ops.aten
@@ -79,7 +78,7 @@ class Divided(Lint):
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
-        self._has_parts = self._has_parts or told.kind in _EXCHANGING
+        self._has_parts = self._has_parts or told.kind in EXCHANGING
         if facts.rank not in self._regions and not facts.models and len(told.ranks) > 1:
             function = exchanging_function_here()
             if function is not None:

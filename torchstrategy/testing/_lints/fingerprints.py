@@ -17,6 +17,7 @@ from torchstrategy.testing._simulation.program import unwatched
 from torchstrategy.testing._simulation.shapes import is_large, shapes_only
 
 _SAMPLED, _CLOSE = 64, 1e-4
+_FEW = 64
 
 
 class Fingerprint(NamedTuple):
@@ -84,6 +85,15 @@ def checksum(here: torch.Tensor) -> int:
     if not here.numel():
         return 0
     return zlib.crc32((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
+
+
+def few_numbers(tensor: torch.Tensor) -> list[Any] | None:
+    """The numbers of a small tensor; None if it is large, or cannot be read."""
+    if tensor.numel() > _FEW or not can_be_read(tensor):
+        return None
+    here = numbers_of(tensor)
+    with unwatched(), without_modes():
+        return here.view(-1).tolist()
 
 
 def number_of(value: Any) -> float | None:

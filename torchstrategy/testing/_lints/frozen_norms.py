@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,13 +18,13 @@ from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.fingerprints import Fingerprint, can_be_read, fingerprint, numbers_of
 from torchstrategy.testing._lints.known import Known
 from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.modules import WRAPPER, living_modules
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import BatchNorm, without_modes
 from torchstrategy.testing._simulation.program import unwatched
 
 _FIRST_LOOK, _SECOND_LOOK = 2, 4  # after so many steps with such a layer: weights that stay the same are no average
 _CLOSE = 1e-4
-_WRAPPER = "module."
 _aten = torch.ops.aten
 
 
@@ -128,7 +127,7 @@ class FrozenNorms(Lint):
 
     def _look(self, norm: _Norm) -> None:
         mean = norm.mean()
-        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+        modules = list(living_modules())
         layer = next((one for one in modules if isinstance(one, BatchNorm) and one.running_mean is mean), None)
         before = None if layer is None else _frozen_before(layer, modules)
         if layer is None or before is None:
@@ -136,7 +135,7 @@ class FrozenNorms(Lint):
             return
         name = max((name for one in modules for name, other in one.named_modules() if other is layer), key=len)
         frozen: list[weakref.ref[torch.Tensor]] = [weakref.ref(parameter) for parameter in before]
-        norm.part = _Part(name.removeprefix(_WRAPPER), frozen, _values_of(frozen))
+        norm.part = _Part(name.removeprefix(WRAPPER), frozen, _values_of(frozen))
         self._found[id(layer)] = norm
 
 

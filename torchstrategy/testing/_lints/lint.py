@@ -78,8 +78,8 @@ class Lint:
     def unpickled(self, facts: Facts, value: Any) -> None:
         """`torch.load` has returned something."""
 
-    def restored(self, facts: Facts, module: torch.nn.Module, state: Any) -> None:
-        """A module has loaded its `state_dict`."""
+    def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
+        """A module has loaded its `state_dict`, and has returned which names did not fit."""
 
     def restored_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """An optimizer has loaded its `state_dict`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -10,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import final
 
 import torch
-from torch import nn
 from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.modules import living_modules
 from torchstrategy.testing._lints.places import Place, here, in_words
 
 _ENOUGH_STEPS = 3  # one or two steps without a gradient can be on purpose, as where a part is trained later
@@ -109,10 +108,8 @@ class Orphans(Lint):
         wanted = Counter(tuple(parameter.shape) for parameter in parameters_of(optimizer))
         names: dict[int, str] = {}
         there: dict[int, torch.Tensor] = {}
-        for thing in gc.get_objects():
-            if not issubclass(type(thing), nn.Module):
-                continue
-            for name, parameter in thing.named_parameters():
+        for module in living_modules():
+            for name, parameter in module.named_parameters():
                 if parameter.grad is None or id(parameter) in owned:
                     continue
                 there[id(parameter)] = parameter

@@ -12,13 +12,11 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
+from torchstrategy.testing._lints.fingerprints import few_numbers
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._ranks.witnesses import Told
-from torchstrategy.testing._simulation.program import unwatched
 
-_MOST_NUMBERS = 64  # of a tensor of totals
 _FEWEST_ROWS = 5  # of a rank: smaller numbers are often something else
 
 
@@ -42,7 +40,7 @@ class _Padded(NamedTuple):
 
 class _Case(NamedTuple):
     padded: _Padded
-    number: int  # which one of those that are reduced
+    number: tuple[int, int]  # of those that are reduced: the number of the tensor, and that within it
     place: Place
 
 
@@ -92,9 +90,10 @@ class Padding(Lint):
             return
         cases, place = [], here()
         for number, tensor in enumerate(told.gives):
-            for index, value in enumerate(_numbers(tensor)):
+            numbers = None if tensor.is_complex() else few_numbers(tensor)
+            for index, value in enumerate(numbers or []):
                 cases += [
-                    _Case(padded, number * _MOST_NUMBERS + index, place)
+                    _Case(padded, (number, index), place)
                     for padded in evaluations
                     if value == padded.rows and padded.ranks == len(told.ranks)
                 ]
@@ -136,12 +135,3 @@ def _of_all(cases: list[list[_Case]]) -> list[_Case]:
 
 def _size(sampler: DistributedSampler[Any]) -> int:
     return len(sampler.dataset)  # type: ignore[arg-type]
-
-
-def _numbers(tensor: torch.Tensor) -> list[float]:
-    """The numbers of a small tensor."""
-    if tensor.numel() > _MOST_NUMBERS or tensor.is_complex() or not can_be_read(tensor):
-        return []
-    here = numbers_of(tensor)
-    with unwatched():
-        return [float(number) for number in here.view(-1).tolist()]

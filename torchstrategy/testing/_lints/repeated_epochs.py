@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from torchstrategy.testing._lints.checkpoints import Checkpoint, OfCheckpoints
+from torchstrategy.testing._lints.checkpoints import Checkpoint, Checkpoints
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
 
 _NAMES = (
@@ -41,14 +42,14 @@ class _Case(NamedTuple):
 
 
 @final
-class RepeatedEpochs(OfCheckpoints):
+class RepeatedEpochs(Lint):
     """Compares the first epoch of a sampler with that of the checkpoint from which an optimizer goes on.
 
     Who takes the weights alone begins with the first epoch, as one should.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
         self._restored: dict[int, set[Checkpoint]] = defaultdict(set)  # from which models have their weights
         self._resumed: dict[int, Checkpoint] = {}  # the one that a rank goes on from, until it has made a step
         self._epochs: weakref.WeakKeyDictionary[Any, tuple[int, Place]] = weakref.WeakKeyDictionary()
@@ -56,14 +57,14 @@ class RepeatedEpochs(OfCheckpoints):
         self._found: dict[Place, _Case] = {}
 
     @override
-    def restored(self, facts: Facts, module: torch.nn.Module, state: Any) -> None:
-        checkpoint = self.of_tensors(facts, state.values())
+    def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
+        checkpoint = self._checkpoints.of_tensors(facts, state.values())
         if checkpoint is not None:
             self._restored[facts.rank].add(checkpoint)
 
     @override
     def restored_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        checkpoint = self.of_optimizer(facts, state)
+        checkpoint = self._checkpoints.of_optimizer(facts, state)
         if checkpoint is not None:
             self._resumed[facts.rank] = checkpoint
             self._open.pop(facts.rank, None)

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
+from torchstrategy.testing._lints.scheduled import OfSchedulers, Scheduled, rates_of
 
 _ENOUGH = 3  # steps of the scheduler: one or two more at the end of a schedule change nothing
 
@@ -37,13 +37,10 @@ class _Other:
 
 @final
 @dataclass
-class _Seen:
+class _Seen(Scheduled):
     """What is known of a scheduler.
 
     Attributes:
-        rank: Whose it is.
-        optimizer: Its optimizer.
-        place: Where it is stepped.
         rates: The learning rates of its optimizer when another one made the first step in its place.
         last_rates: The last ones.
         steps: How many steps its optimizer has made.
@@ -55,9 +52,6 @@ class _Seen:
         is_over: Whether it was seen that its optimizer is used, too.
     """
 
-    rank: int
-    optimizer: weakref.ref[torch.optim.Optimizer]
-    place: Place
     rates: list[float] | None = None
     last_rates: list[float] | None = None
     steps: int = 0
@@ -72,7 +66,7 @@ class _Seen:
 
 
 @final
-class ReplacedOptimizers(Lint):
+class ReplacedOptimizers(OfSchedulers[_Seen]):
     """Looks for schedulers that are stepped while only another optimizer steps, whose learning rate stays as it is.
 
     The learning rate of a wrapper that shares its groups with an optimizer follows the schedule. Optimizers that take
@@ -80,26 +74,19 @@ class ReplacedOptimizers(Lint):
     """
 
     def __init__(self) -> None:
-        self._by_scheduler: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
-        self._all: list[_Seen] = []
+        super().__init__(_Seen)
 
     @override
-    def scheduled(self, facts: Facts, scheduler: Any) -> None:
-        seen = self._by_scheduler.get(scheduler)
-        if seen is None:
-            seen = _Seen(facts.rank, weakref.ref(scheduler.optimizer), here())
-            self._by_scheduler[scheduler] = seen
-            self._all.append(seen)
-            return  # torch steps each once when it is made
+    def stepped_again(self, seen: _Seen, scheduler: Any) -> None:
         if seen.is_awaited and not seen.is_over:
             seen.is_awaited = False
             seen.schedules += 1
             seen.place = here()
-            seen.last_rates = _rates(scheduler.optimizer)
+            seen.last_rates = rates_of(scheduler.optimizer)
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        for seen in self._all:
+        for seen in self.all:
             own = seen.optimizer()
             if seen.rank != facts.rank or seen.is_over or own is None:
                 continue
@@ -111,29 +98,29 @@ class ReplacedOptimizers(Lint):
 
     @override
     def steps_within(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        for seen in self._all:
+        for seen in self.all:
             if seen.rank == facts.rank and seen.optimizer() is optimizer:
                 seen.is_over = True
 
     @override
     def findings(self) -> list[Finding | None]:
-        found = {seen.place: _finding(seen) for seen in self._all if _is_of_another(seen)}
+        found = {seen.place: _finding(seen) for seen in self.all if _is_of_another(seen)}
         return list(found.values())
 
     def _steps_instead(self, seen: _Seen, own: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in seen.others:
             is_other = _has_parameters_of(optimizer, own)
-            seen.others[optimizer] = _Other(_rates(optimizer), here()) if is_other else None
+            seen.others[optimizer] = _Other(rates_of(optimizer), here()) if is_other else None
         other = seen.others[optimizer]
         if other is None:
             return
         if seen.other is None:
-            seen.rates = _rates(own)
+            seen.rates = rates_of(own)
         seen.other = other
         seen.is_awaited = True
         other.steps += 1
         other.steps_at = here()
-        is_changed = other.rates is None or _rates(optimizer) != other.rates
+        is_changed = other.rates is None or rates_of(optimizer) != other.rates
         seen.has_schedule |= is_changed or (other.steps == _ENOUGH and _has_scheduler(optimizer))
 
 
@@ -168,10 +155,3 @@ def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether there is a scheduler for an optimizer, also one that has not changed anything yet."""
     schedulers = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
     return any(getattr(scheduler, "optimizer", None) is optimizer for scheduler in schedulers)
-
-
-def _rates(optimizer: torch.optim.Optimizer) -> list[float] | None:
-    """The learning rates; None if one is in a tensor, which is not read, since that would wait for the device."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    numbers = [float(rate) for rate in rates if isinstance(rate, (int, float))]
-    return numbers if numbers and len(numbers) == len(rates) else None

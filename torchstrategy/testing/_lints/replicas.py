@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections import defaultdict
@@ -19,6 +18,7 @@ from torchstrategy.testing._lints.facts import Facts, Model, address_of, paramet
 from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks, named_ranks, some
 from torchstrategy.testing._lints.fingerprints import can_be_read, number_of
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.modules import longest_names, nameless
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names, is_persistent
 from torchstrategy.testing._ranks.witnesses import Told
@@ -329,10 +329,5 @@ def _members_of(model: weakref.ref[Any]) -> dict[str, torch.Tensor]:
 def _name_of(parameter: torch.Tensor | None, shape_of_gone: tuple[int, ...] = ()) -> str:
     """The name of a parameter in the largest module that has it."""
     if parameter is None:
-        return f"a parameter of {'x'.join(map(str, shape_of_gone))}" if shape_of_gone else "a parameter"
-    names = []
-    for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Module):
-            names += [name for name, other in thing.named_parameters() if other is parameter]
-    shape = "x".join(map(str, parameter.shape)) or "1"
-    return max(names, key=len, default=f"a parameter of {shape}")
+        return nameless(shape_of_gone) if shape_of_gone else "a parameter"
+    return longest_names([parameter]).get(id(parameter), nameless(parameter.shape))

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.checkpoints import Checkpoint, OfCheckpoints, is_moment
+from torchstrategy.testing._lints.checkpoints import Checkpoint, Checkpoints, is_moment
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, calls_of_the_user, here
 
 _LEAST = 2  # loops of training that begins anew start at 0 or 1
@@ -54,14 +55,14 @@ class _Resume:
 
 
 @final
-class Resumes(OfCheckpoints):
+class Resumes(Lint):
     """Looks for counters that go on from a number of the checkpoint, while an optimizer begins with an empty state.
 
     Who takes the weights alone, to train them for something else, counts from the beginning.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
         self._trained: dict[int, dict[int, weakref.ref[Any]]] = defaultdict(dict)  # parameters, by id
         self._loaded: dict[int, dict[int, tuple[weakref.ref[Any], Checkpoint, Place]]] = defaultdict(dict)
         self._sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -69,8 +70,8 @@ class Resumes(OfCheckpoints):
         self._all: list[_Resume] = []
 
     @override
-    def restored(self, facts: Facts, module: torch.nn.Module, state: Any) -> None:
-        checkpoint = self.of_tensors(facts, state.values())
+    def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
+        checkpoint = self._checkpoints.of_tensors(facts, state.values())
         if checkpoint is None or not _positions(checkpoint):
             return
         parameters, place = list(module.parameters()), here()

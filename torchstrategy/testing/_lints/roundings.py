@@ -15,7 +15,7 @@ from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.fingerprints import can_be_read, number_of, numbers_of
 from torchstrategy.testing._lints.lint import Lint
-from torchstrategy.testing._lints.parameter_names import names_of
+from torchstrategy.testing._lints.modules import names_of
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import held_here, without_modes
 from torchstrategy.testing._simulation.program import unwatched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -12,8 +11,8 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
+from torchstrategy.testing._lints.scheduled import OfSchedulers, Scheduled, rates_of
 
 _ENOUGH_STEPS = 3
 _ENOUGH_AT_ZERO = 2  # the last step of a right schedule can have a learning rate of 0
@@ -29,13 +28,10 @@ class _Window(NamedTuple):
 
 @final
 @dataclass
-class _Seen:
+class _Seen(Scheduled):
     """What is known of a scheduler.
 
     Attributes:
-        rank: Whose it is.
-        optimizer: Its optimizer.
-        place: Where it is stepped.
         steps_at: Where its optimizer is.
         windows: The steps of its optimizer.
         backwards: The calls of `backward` since the last one.
@@ -45,9 +41,6 @@ class _Seen:
         was_repeated: Whether it was ever stepped more than once there.
     """
 
-    rank: int
-    optimizer: weakref.ref[torch.optim.Optimizer]
-    place: Place
     steps_at: Place | None = None
     windows: list[_Window] = field(default_factory=list)
     backwards: int = 0
@@ -58,24 +51,17 @@ class _Seen:
 
 
 @final
-class Schedulers(Lint):
+class Schedulers(OfSchedulers[_Seen]):
     """Looks for schedules that are over early, since they count micro-batches.
 
     A schedule may count micro-batches on purpose. One that leaves the learning rate at 0 for the last steps does not.
     """
 
     def __init__(self) -> None:
-        self._by_scheduler: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
-        self._all: list[_Seen] = []
+        super().__init__(_Seen)
 
     @override
-    def scheduled(self, facts: Facts, scheduler: Any) -> None:
-        seen = self._by_scheduler.get(scheduler)
-        if seen is None:
-            seen = _Seen(facts.rank, weakref.ref(scheduler.optimizer), here())
-            self._by_scheduler[scheduler] = seen
-            self._all.append(seen)
-            return  # torch steps each once when it is made
+    def stepped_again(self, seen: _Seen, scheduler: Any) -> None:
         seen.place = here()
         seen.schedules += 1
         seen.in_a_row += 1
@@ -83,14 +69,14 @@ class Schedulers(Lint):
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
-        for seen in self._all:
+        for seen in self.all:
             if seen.rank == facts.rank:
                 seen.backwards += 1
                 seen.in_a_row = 0
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        for seen in self._all:
+        for seen in self.all:
             if seen.rank != facts.rank or seen.optimizer() is not optimizer:
                 continue
             seen.steps_at = here()
@@ -100,7 +86,7 @@ class Schedulers(Lint):
 
     @override
     def findings(self) -> list[Finding | None]:
-        return [_finding(seen) for seen in self._all if _is_over_early(seen)]
+        return [_finding(seen) for seen in self.all if _is_over_early(seen)]
 
 
 def _is_over_early(seen: _Seen) -> bool:
@@ -134,6 +120,6 @@ def _finding(seen: _Seen) -> Finding | None:
 
 
 def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether nothing would change; a rate in a tensor is not read, since that would wait for the device."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return bool(rates) and all(isinstance(rate, (int, float)) and rate == 0 for rate in rates)
+    """Whether nothing would change, as far as that is known."""
+    rates = rates_of(optimizer)
+    return rates is not None and not any(rates)

@@ -15,6 +15,7 @@ from torchstrategy.testing._lints.aliases import Aliases
 from torchstrategy.testing._lints.averages import Averages
 from torchstrategy.testing._lints.batch_norm import FewStatistics
 from torchstrategy.testing._lints.biases import Biases
+from torchstrategy.testing._lints.checkpoints import Checkpoints
 from torchstrategy.testing._lints.clipping import Clipping
 from torchstrategy.testing._lints.divided import Divided
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
@@ -90,8 +91,6 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     Ties,
     Roundings,
     ReplacedOptimizers,
-    Resumes,
-    RepeatedEpochs,
     Padding,
     Totals,
     GradientHooks,
@@ -109,10 +108,11 @@ class Session:
     def __init__(self, size: int) -> None:
         self._size = size
         self._facts: dict[int, Facts] = {}
-        frozen, gathered, zeroed, modes = FrozenNorms(), Gathered(), Zeroed(), Modes()
+        frozen, checkpoints, gathered, zeroed, modes = FrozenNorms(), Checkpoints(), Gathered(), Zeroed(), Modes()
         self._waits, self._files = Waits(), Files()
         self._followers: list[Follower] = [gathered, zeroed, modes, self._waits]
         of_others = [frozen, FewStatistics(frozen.has_found), *self._followers, self._files]
+        of_others += [checkpoints, Resumes(checkpoints), RepeatedEpochs(checkpoints)]
         self._lints: list[Lint] = [*(make() for make in _LINTS), *of_others]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:

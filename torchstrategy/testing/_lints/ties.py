@@ -14,7 +14,7 @@ from torchstrategy.testing._lints.facts import Facts, address_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
 from torchstrategy.testing._lints.lint import Lint
-from torchstrategy.testing._lints.parameter_names import names_of
+from torchstrategy.testing._lints.modules import names_of
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.program import unwatched

@@ -13,16 +13,14 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.fingerprints import Fingerprint, can_be_read, fingerprint, numbers_of
+from torchstrategy.testing._lints.fingerprints import Fingerprint, few_numbers, fingerprint
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._ranks.witnesses import Told
 from torchstrategy.testing._simulation.memory import span
-from torchstrategy.testing._simulation.program import unwatched
 
 _aten = torch.ops.aten
-_MOST_NUMBERS = 64  # of a tensor that is read: larger ones are hardly all zero
 
 
 @dataclass(eq=False)
@@ -182,8 +180,5 @@ def _forget(totals: dict[int, list[_Total]], address: int, those: list[_Total], 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
     """Whether a tensor has others than zeros."""
-    if tensor.numel() > _MOST_NUMBERS or not can_be_read(tensor):
-        return True
-    here = numbers_of(tensor)
-    with unwatched():
-        return any(here.view(-1).tolist())
+    numbers = few_numbers(tensor)
+    return numbers is None or any(numbers)  # large ones are hardly all zero

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,12 +9,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
-from torch import nn
 
 from torchstrategy.testing._lints.copies import Copies, Parted, Way, snapshot
 from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.modules import living_modules, nameless
 from torchstrategy.testing._lints.places import Place, here
 
+EXCHANGING = ("all_to_all", "send", "recv")
+"""Collectives of programs whose ranks have other parts of a model, as stages of a pipeline and experts."""
 _ENOUGH_STEPS = 3  # after these, copies that no rank has trained alone stay alike
 
 
@@ -123,19 +124,15 @@ def _name(tracks: Sequence[Track]) -> None:
     if not tracks:
         return
     owners: dict[int, Owner] = {}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), nn.Module):
-            continue
-        kind = type(thing).__name__
-        own = {id(parameter): kind for parameter in thing.parameters(recurse=False)}
-        for name, parameter in thing.named_parameters():
+    for module in living_modules():
+        kind = type(module).__name__
+        own = {id(parameter): kind for parameter in module.parameters(recurse=False)}
+        for name, parameter in module.named_parameters():
             known = owners.get(id(parameter), Owner("", ""))
             owners[id(parameter)] = Owner(max(known.name, name, key=len), own.get(id(parameter), known.kind))
     for track in tracks:
         parted = track.copies.parted
         there = [] if parted is None else [taken.tensors[""]() for taken in parted.snapshots.values()]
-        track.owners = [owners.get(id(tensor), _nobody(tensor)) for tensor in there if tensor is not None]
-
-
-def _nobody(parameter: torch.Tensor) -> Owner:
-    return Owner(f"a parameter of {'x'.join(map(str, parameter.shape)) or '1'}", "")
+        track.owners = [
+            owners.get(id(tensor), Owner(nameless(tensor.shape), "")) for tensor in there if tensor is not None
+        ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import torch
@@ -11,9 +10,10 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.modules import WRAPPER
 from torchstrategy.testing._lints.places import Place, here
 
-_PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
+_PREFIXES = (WRAPPER, "_orig_mod.")  # the second one is of torch.compile
 
 
 class _Loaded(NamedTuple):
@@ -33,13 +33,11 @@ class UnmatchedNames(Lint):
         self._found: dict[Place, _Loaded] = {}
 
     @override
-    def restored(self, facts: Facts, module: torch.nn.Module, state: Any) -> None:
-        if not isinstance(state, Mapping) or not state:
-            return
-        wanted = module.state_dict().keys()
-        if wanted and not wanted & state.keys():
-            told = _Loaded(type(module).__name__, len(state), str(next(iter(state))), next(iter(wanted)))
-            self._found.setdefault(here(), told)
+    def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
+        # torch counts these after hooks of the module have given the state other names.
+        given, wanted = misfits.unexpected_keys, misfits.missing_keys
+        if wanted and 0 < len(state) <= len(given):
+            self._found.setdefault(here(), _Loaded(type(module).__name__, len(given), given[0], wanted[0]))
 
     @override
     def findings(self) -> list[Finding | None]:

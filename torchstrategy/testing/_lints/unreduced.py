@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from torchstrategy._base.torch_internals import sharding_groups
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.modules import living_modules
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import part_of
 
@@ -98,11 +98,9 @@ class Unreduced(Lint):
 def models_with(parameters: Sequence[torch.Tensor]) -> list[weakref.ref[nn.Module]]:
     """The modules of `fully_shard` that have some of these parameters."""
     owned, found = {id(parameter) for parameter in parameters}, []
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), nn.Module):
-            continue
-        if any(id(one.sharded_param) in owned for group in sharding_groups(thing) for one in group.fsdp_params):
-            found.append(weakref.ref(thing))
+    for module in living_modules():
+        if any(id(one.sharded_param) in owned for group in sharding_groups(module) for one in group.fsdp_params):
+            found.append(weakref.ref(module))
     return found
 
 

@@ -17,11 +17,9 @@ from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import exchanging_function_here, in_words
 from torchstrategy.testing._lints.torch_internals import part_of, ranks_of_mesh
-from torchstrategy.testing._lints.tracks import Track, Tracks, places_of
+from torchstrategy.testing._lints.tracks import EXCHANGING, Track, Tracks, places_of
 from torchstrategy.testing._lints.unreduced import models_with
 from torchstrategy.testing._ranks.witnesses import Told
-
-_EXCHANGING = ("all_to_all", "send", "recv")  # of programs whose ranks have parts of a model
 
 
 @final
@@ -55,7 +53,7 @@ class Unsharded(Lint):
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
-        self._has_parts = self._has_parts or told.kind in _EXCHANGING
+        self._has_parts = self._has_parts or told.kind in EXCHANGING
         self._passes_on = self._passes_on or exchanging_function_here() is not None
 
     @override
