@@ -252,3 +252,71 @@ def test_buffers_in_turns_are_no_race() -> None:
             events[step % 2].record(torch.get_device_module(DEVICE).current_stream(DEVICE))
 
     assert races(use) == []
+
+
+# Parts of one buffer
+
+CURRENT = torch.accelerator.current_stream
+
+
+def read_slots(of_step: Callable[[int], int]) -> list[str]:
+    """Each step copies its number into a slot of one pinned buffer; the next step waits for that, and reads a slot."""
+
+    def use(tensors: Tensors) -> None:
+        slots, events = torch.zeros(6).pin_memory(), [torch.get_device_module(DEVICE).Event() for _ in range(6)]
+        for step in range(6):
+            slots[step].copy_(tensors.device.sum(), non_blocking=True)
+            events[step].record(CURRENT(DEVICE))
+            if step:
+                events[step - 1].synchronize()
+                slots[of_step(step)].item()
+
+    return races(use)
+
+
+def test_a_slot_of_a_buffer_is_read_while_another_one_is_written() -> None:
+    """A loss that a loop looks at one step later was called a race: the whole buffer counted as written."""
+    assert read_slots(lambda step: step - 1) == []
+    assert len(read_slots(lambda step: step)) == 1
+
+
+def test_parts_that_overlap_in_one_element_are_a_race() -> None:
+    def use(begin: int) -> Callable[[Tensors], None]:
+        def fill_again(tensors: Tensors) -> None:
+            tensors.device[:4].copy_(tensors.source[:4], non_blocking=True)
+            tensors.source[begin:].fill_(7)
+
+        return fill_again
+
+    assert races(use(4)) == []
+    assert len(races(use(3))) == 1
+
+
+@pytest.mark.parametrize("columns", [slice(0, 1), slice(0, 2)])
+def test_gaps_between_the_elements_count_as_used(columns: slice) -> None:
+    def use(tensors: Tensors) -> None:
+        rows = torch.zeros(3, 3).pin_memory()
+        rows[:, columns].copy_(torch.ones(rows[:, columns].shape, device=DEVICE), non_blocking=True)
+        rows[1, 2].item()
+
+    assert len(races(use)) == 1
+
+
+@pytest.mark.parametrize(("second", "is_race"), [(slice(4, 8), False), (slice(3, 8), True), (slice(0, 8), True)])
+def test_two_streams_write_parts_of_one_tensor_of_the_device(second: slice, is_race: bool) -> None:
+    def use(tensors: Tensors) -> None:
+        tensors.device[:4].fill_(1)
+        with torch.Stream(device=DEVICE):
+            tensors.device[second].fill_(2)
+
+    assert bool(races(use)) is is_race
+
+
+def test_many_parts_are_forgotten_once_the_program_has_waited() -> None:
+    with record_streams() as record:
+        big = torch.zeros(1000, device=DEVICE)
+        for i in range(1000):
+            big[i].fill_(i)
+            if not i % 50:
+                torch.accelerator.synchronize(DEVICE)
+        assert max(len(memory.written) for memory in record._memory.values()) < 200

@@ -10,6 +10,7 @@ reads or writes while the program goes on.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import NamedTuple, final
 import torch
 from typing_extensions import override
 
+from torchstrategy._base.memory import extent
 from torchstrategy.testing._simulation.checksums import Checksums, UnderWay
 from torchstrategy.testing._simulation.listeners import (
     Copy,
@@ -53,16 +55,43 @@ class _Work(NamedTuple):
     where: str
 
 
+class _Place(NamedTuple):
+    """A part of a storage."""
+
+    address: int  # of the storage
+    begin: int  # the first byte in it
+    end: float  # one behind the last byte; infinite for all of it
+
+
+class _Use(NamedTuple):
+    """A piece of work that reads or writes some bytes of a storage."""
+
+    work: _Work
+    begin: int
+    end: float
+
+    def overlaps(self, place: _Place) -> bool:
+        """Whether it uses any byte of a place in the same storage."""
+        return self.begin < place.end and place.begin < self.end
+
+    def is_within(self, place: _Place) -> bool:
+        """Whether it uses no byte outside of a place in the same storage."""
+        return place.begin <= self.begin and self.end <= place.end
+
+
 @final
 class _Memory:
     """The last uses of a piece of memory, for which its next use may have to wait."""
 
-    def __init__(self, home: Stream | None, written: _Work) -> None:
+    def __init__(self, home: Stream | None, written: Iterable[_Use] = ()) -> None:
         # The stream that may reuse the memory when it is free. None: it was allocated before the record began.
         self.home = home
-        self.written = written
-        self.read: dict[Stream, _Work] = {}
+        self.written = list(written)
+        self.read: list[_Use] = []
         self.guarded: set[Stream] = set()  # the streams that `record_stream` named
+
+
+_MANY_USES = 64  # of one storage: from here on, those are dropped that the program has waited for
 
 
 @final
@@ -88,7 +117,7 @@ class Recorder(Listener):
     @override
     def launched(self, launch: Launch) -> None:
         with self._lock:
-            self._launch(launch.stream, launch.name, _addresses(launch.read), _addresses(launch.written))
+            self._launch(launch.stream, launch.name, _places(launch.read), _places(launch.written))
 
     @override
     def computed(self, kernel: Kernel) -> None:
@@ -96,10 +125,11 @@ class Recorder(Listener):
 
     @override
     def copied(self, copy: Copy) -> None:
-        read, written = ([_storage(tensor)] if copy.is_pinned else _addresses([tensor]) for tensor in copy.tensors)
+        read, written = ([_place(tensor)] if copy.is_pinned else _places([tensor]) for tensor in copy.tensors)
         with self._lock:
             if copy.target is None:  # streams may have waited for an earlier copy, and the program not
-                self._check_checksums(lambda other: other.address in written)
+                written_at = {place.address for place in written}
+                self._check_checksums(lambda other: other.address in written_at)
             if copy.source is not None and copy.target is not None:
                 self.waits_for_stream(copy.source, copy.target)
                 self._launch(copy.source, "copy", read, written)
@@ -117,7 +147,8 @@ class Recorder(Listener):
             for work in self._returned.pop(stream, ()):
                 if not self._is_before(work, stream):
                     self._reused(stream, work)
-            self._memory[address] = _Memory(stream, self._next(stream, "the operator that made it"))
+            made_by = _Use(self._next(stream, "the operator that made it"), 0, math.inf)
+            self._memory[address] = _Memory(stream, [made_by])
 
     @override
     def freed(self, address: int) -> None:
@@ -128,7 +159,7 @@ class Recorder(Listener):
             # The allocator waits for what the streams that `record_stream` named have been given until now, which may
             # be work that waits for another stream.
             waited_for = (memory.home, *memory.guarded)
-            for work in (memory.written, *memory.read.values()):
+            for work in [use.work for use in (*memory.written, *memory.read)]:
                 is_guarded = work.stream in memory.guarded
                 if not is_guarded and not any(self._is_before(work, stream) for stream in waited_for):
                     # The stream may still wait for that work before it uses the memory again.
@@ -146,10 +177,10 @@ class Recorder(Listener):
     @override
     def guarded(self, stream: Stream, tensor: torch.Tensor) -> None:
         with self._lock:
-            for address in _addresses([tensor]):
+            for place in _places([tensor]):
                 self._note(stream, "use", "record_stream")
-                if address in self._memory:
-                    self._memory[address].guarded.add(stream)
+                if place.address in self._memory:
+                    self._memory[place.address].guarded.add(stream)
 
     @override
     def moment(self, stream: Stream) -> Clock:
@@ -192,17 +223,20 @@ class Recorder(Listener):
     def used_on_cpu(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
         with self._lock:
             for tensor in (*read, *written):
-                address = tensor.untyped_storage().data_ptr()
-                memory = self._of_cpu.get(address)
+                place = _place(tensor)
+                memory = self._of_cpu.get(place.address)
                 if memory is None:
                     continue
                 is_write = any(tensor is other for other in written)
                 does = "writes" if is_write else "reads"
-                self._check_with_program(name, does, memory.written, "writes")
+                for use in memory.written:
+                    if use.overlaps(place):
+                        self._check_with_program(name, does, use.work, "writes")
                 if is_write:  # torch's own writes are seen, and change the bytes
-                    self._check_checksums(functools.partial(_is_at, address))
-                for work in memory.read.values() if is_write else ():
-                    self._check_with_program(name, does, work, "reads")
+                    self._check_checksums(functools.partial(_is_at, place.address))
+                for use in memory.read if is_write else ():
+                    if use.overlaps(place):
+                        self._check_with_program(name, does, use.work, "reads")
 
     # Of ranks, each has a device of its own, whose streams no other rank uses.
 
@@ -238,13 +272,13 @@ class Recorder(Listener):
     def seconds_between(self, start: Clock, end: Clock) -> float | None:
         return None
 
-    def _launch(self, stream: Stream, name: str, read: Iterable[int], written: Iterable[int]) -> _Work:
+    def _launch(self, stream: Stream, name: str, read: Iterable[_Place], written: Iterable[_Place]) -> _Work:
         work = self._next(stream, name)
         self._note(stream, "launch", name)
-        for address in written:
-            self._writes(work, address)
-        for address in read:
-            self._reads(work, address)
+        for place in written:
+            self._writes(work, place)
+        for place in read:
+            self._reads(work, place)
         return work
 
     def _keeps_using(self, copy: Copy, work: _Work) -> None:
@@ -296,27 +330,40 @@ class Recorder(Listener):
         """Whether a piece of work is known to be done before the next work of a stream."""
         return max(self._clock(stream).get(work.stream, 0), self._host.get(work.stream, 0)) >= work.time
 
-    def _at(self, address: int, stream: Stream) -> _Memory:
+    def _at(self, address: int) -> _Memory:
         """The last uses of some memory. Work from before the record began counts as done."""
         if address not in self._memory:
-            self._memory[address] = _Memory(None, _Work(stream, 0, "", ""))
-        return self._memory[address]
+            self._memory[address] = _Memory(None)
+        memory = self._memory[address]
+        if len(memory.written) + len(memory.read) > _MANY_USES:
+            memory.written = [use for use in memory.written if not self._is_over(use.work)]
+            memory.read = [use for use in memory.read if not self._is_over(use.work)]
+        return memory
 
-    def _reads(self, work: _Work, address: int) -> None:
-        memory = self._at(address, work.stream)
-        if not self._is_before(memory.written, work.stream):
-            self._race(work, "reads", memory.written, "wrote")
-        memory.read[work.stream] = work
+    def _is_over(self, work: _Work) -> bool:
+        """Whether the program has waited for a piece of work, so that all that comes later is after it."""
+        return self._host.get(work.stream, 0) >= work.time
 
-    def _writes(self, work: _Work, address: int) -> None:
-        memory = self._at(address, work.stream)
-        if not self._is_before(memory.written, work.stream):
-            self._race(work, "writes", memory.written, "wrote")
-        for other in memory.read.values():
-            if not self._is_before(other, work.stream):
-                self._race(work, "writes", other, "reads")
-        memory.written = work
-        memory.read.clear()
+    def _reads(self, work: _Work, place: _Place) -> None:
+        memory = self._at(place.address)
+        for use in memory.written:
+            if use.overlaps(place) and not self._is_before(use.work, work.stream):
+                self._race(work, "reads", use.work, "wrote")
+        # What comes later on this stream is after what was there before.
+        memory.read = [use for use in memory.read if use.work.stream != work.stream or not use.is_within(place)]
+        memory.read.append(_Use(work, place.begin, place.end))
+
+    def _writes(self, work: _Work, place: _Place) -> None:
+        memory = self._at(place.address)
+        for use in memory.written:
+            if use.overlaps(place) and not self._is_before(use.work, work.stream):
+                self._race(work, "writes", use.work, "wrote")
+        for use in memory.read:
+            if use.overlaps(place) and not self._is_before(use.work, work.stream):
+                self._race(work, "writes", use.work, "reads")
+        memory.written = [use for use in memory.written if not use.is_within(place)]
+        memory.written.append(_Use(work, place.begin, place.end))
+        memory.read = [use for use in memory.read if not use.is_within(place)]
 
     def _race(self, work: _Work, does: str, other: _Work, did: str) -> None:
         self._found(
@@ -355,9 +402,9 @@ def record_streams(check: bool = True) -> Iterator[Recorder]:
     see, as those of NumPy, are seen when the program waits.
 
     It records all threads of the process; what the program itself does with pinned memory, on the thread of the block
-    and on those of a strategy's replicas. Memory is distinguished by storage: work on two parts of one storage counts
-    as work on the same memory. Work from before the block counts as done. If the program waits on the CPU
-    (`synchronize()`, `.item()`, a blocking copy), that counts for all threads.
+    and on those of a strategy's replicas. Work on two parts of one storage is no race: what counts are the bytes from
+    the first element of a tensor to its last. Work from before the block counts as done. If the program waits on the
+    CPU (`synchronize()`, `.item()`, a blocking copy), that counts for all threads.
 
     Args:
         check: Whether races are an error when the block ends; if not, they are only in the record.
@@ -384,14 +431,23 @@ def record_streams(check: bool = True) -> Iterator[Recorder]:
     check_races(made, check)
 
 
-def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The storages of those tensors that are on simulated devices, by address."""
+def _places(tensors: Iterable[torch.Tensor]) -> list[_Place]:
+    """The memory of those tensors that are on simulated devices."""
     on_devices = (tensor for tensor in tensors if is_simulated(tensor) and tensor.layout is torch.strided)
-    return [address for address in map(_storage, on_devices) if address]
+    return [place for place in map(_place, on_devices) if place.address]
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _place(tensor: torch.Tensor) -> _Place:
+    """The memory of a tensor; if it has gaps, they count as used."""
+    storage = tensor.untyped_storage()
+    if tensor.is_contiguous():
+        size = tensor.element_size()
+        begin = int(tensor.storage_offset()) * size
+        end = begin + tensor.numel() * size
+    else:
+        begin, end = extent(tensor)
+    is_all = begin == 0 and end >= storage.nbytes()
+    return _Place(storage.data_ptr(), begin, math.inf if is_all else end)
 
 
 def check_races(record: Recorder, check: bool = True) -> None:
