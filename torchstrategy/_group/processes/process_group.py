@@ -137,7 +137,8 @@ class ProcessGroup(Workers):
     def begin_run(self) -> None:
         self._num_runs += 1
         self._point, self._compared = "the beginning of strategy.run", []
-        self._describe_place("the beginning of a run")  # raises an error if no exchange can be made any more
+        if self._why_over is not None:
+            self._refuse_use("the beginning of a run")
 
     def arrive(self, point: str) -> None:
         self._point = point

@@ -9,15 +9,34 @@ A mark of 32 bits is sent in parts of a few bits, so small that float32 has the 
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Sequence
-from itertools import chain, repeat
-from operator import mul
 from typing import NamedTuple, final
+
+import torch
 
 from torchstrategy._run.own.counted_gradients import NUM_NUMBERS
 
 _BITS_OF_MARK = 32
+_NUM_BYTES = 2 * _BITS_OF_MARK // 8  # of the two marks
 _EXACT = 1 << 24  # up to here, float32 has each whole number
+_NO_COUNTS = (0.0,) * NUM_NUMBERS
+_HEAD = 1 + NUM_NUMBERS  # numbers before those of the two marks
+_FORMATS = {torch.float32: "f", torch.float64: "d"}  # as `struct` writes numbers of a dtype
+
+
+class Mark(NamedTuple):
+    """What a worker tells the others, beside its gradients."""
+
+    place: int  # 32 bits of all that has to be alike: where it is, what it has computed, what it trains with
+    mentioned: int  # 32 bits of what need not be alike, but makes a message necessary if it is not
+    leaves: bool  # whether this process will be ended soon
+    counts: Sequence[float] = _NO_COUNTS  # numbers that are added up, and are compared with nothing
+
+    def parts(self) -> bytes:
+        """What is compared."""
+        return (self.place | self.mentioned << _BITS_OF_MARK).to_bytes(_NUM_BYTES, "little")
 
 
 class Verdict(NamedTuple):
@@ -29,50 +48,62 @@ class Verdict(NamedTuple):
     counts: Sequence[float] = ()  # the sums of the numbers of counts that rode along
 
 
-_NO_COUNTS = (0.0,) * NUM_NUMBERS
-_HEAD = 1 + NUM_NUMBERS  # numbers before the two marks
+_ALL_ALIKE = Verdict(all_are_there=True, all_mention_same=True, some_leave=False, counts=_NO_COUNTS)
 
 
 @final
 class MarkFormat:
-    """How so many workers write a mark as numbers that are added up.
+    """How so many workers write a mark as numbers of a dtype that are added up.
 
     Args:
         count: How many workers there are.
+        dtype: `torch.float32` or `torch.float64`.
 
     Attributes:
         length: How many numbers a mark has.
+        num_bytes: How many bytes these take.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
         self._count = count
         bits = 8 if count * 255**2 < _EXACT else 4
-        self._num_parts = 2 * _BITS_OF_MARK // bits  # parts and squares of one of the two numbers
-        self._parts_of_byte = [_parts_of(byte, bits) for byte in range(256)]
-        self.length = _HEAD + 2 * self._num_parts
+        parts_of_byte = [_parts_of(byte, bits) for byte in range(256)]
+        num_of_parts = len(parts_of_byte[0])
+        self.length = _HEAD + _NUM_BYTES * num_of_parts
+        self._numbers = struct.Struct(f"{self.length}{_FORMATS[dtype]}")
+        self._head = struct.Struct(f"{_HEAD}{_FORMATS[dtype]}")
+        self.num_bytes = self._numbers.size
+        # Each backward writes and reads a mark, so what stands for a byte of it is made once.
+        pack_parts = struct.Struct(f"{num_of_parts}{_FORMATS[dtype]}").pack
+        self._written = [pack_parts(*parts) for parts in parts_of_byte]
+        self._if_alike = [pack_parts(*(count * part for part in parts)) for parts in parts_of_byte]
+        self._head_of_most = bytes(self._head.size)
 
-    def numbers(self, place: int, mentioned: int, leaves: bool, counts: Sequence[float] = _NO_COUNTS) -> list[float]:
-        """What a worker tells the others, as numbers that are added up over all workers.
+    def write(self, mark: Mark) -> bytes:
+        """A mark as the bytes of its numbers."""
+        head = self._head.pack(mark.leaves, *mark.counts) if mark.leaves or any(mark.counts) else self._head_of_most
+        return head + b"".join(map(self._written.__getitem__, mark.parts()))
 
-        Args:
-            place: 32 bits of all that has to be alike: where the worker is, what it has computed, what it trains with.
-            mentioned: 32 bits of what need not be alike, but makes a message necessary if it is not.
-            leaves: Whether this process will be ended soon.
-            counts: Numbers that are added up, and are no part of the marks.
-        """
-        both = (place | mentioned << _BITS_OF_MARK).to_bytes(2 * _BITS_OF_MARK // 8, "little")
-        return [float(leaves), *counts, *chain.from_iterable(map(self._parts_of_byte.__getitem__, both))]
-
-    def read(self, sums: Sequence[float], own: Sequence[float]) -> Verdict:
+    def read(self, sums: bytes, own: Mark) -> Verdict:
         """Reads the sums of the numbers of all workers, of which this one has brought `own`."""
-        if_alike = list(map(mul, own, repeat(self._count)))
-        end_of_place = _HEAD + self._num_parts
+        if_alike = b"".join(map(self._if_alike.__getitem__, own.parts()))
+        if sums == self._head_of_most + if_alike:  # as mostly
+            return _ALL_ALIKE
+        leave, *counts = self._head.unpack_from(sums)
+        compared = sums[self._head.size :]
+        half = len(compared) // 2
         return Verdict(
-            all_are_there=sums[_HEAD:end_of_place] == if_alike[_HEAD:end_of_place],
-            all_mention_same=sums[end_of_place:] == if_alike[end_of_place:],
-            some_leave=sums[0] > 0,
-            counts=sums[1:_HEAD],
+            all_are_there=compared[:half] == if_alike[:half],
+            all_mention_same=compared[half:] == if_alike[half:],
+            some_leave=leave > 0,
+            counts=counts,
         )
+
+
+@functools.cache
+def mark_format(count: int, dtype: torch.dtype) -> MarkFormat:
+    """How so many workers write a mark as numbers of a dtype: it is the same for all groups of as many workers."""
+    return MarkFormat(count, dtype)
 
 
 def _parts_of(byte: int, bits: int) -> list[float]:

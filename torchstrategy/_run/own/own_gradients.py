@@ -33,7 +33,7 @@ from torchstrategy._run.own.assigned_gradients import AssignedGradients
 from torchstrategy._run.own.counted_gradients import CountedGradients, Settled
 from torchstrategy._run.own.gradient_parts import add, all_laid_out, as_dense, refuse_graphs, with_gradients
 from torchstrategy._run.own.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, KnownPlans
-from torchstrategy._run.own.mark_format import Verdict
+from torchstrategy._run.own.mark_format import Mark, Verdict
 from torchstrategy._run.own.pack_memory import PackMemories, PackMemory
 from torchstrategy._run.own.sent_gradients import SentGradients
 from torchstrategy._run.own.trained_tensors import BufferLayout, TrainedTensors
@@ -87,7 +87,7 @@ class _SentAsPredicted(NamedTuple):
 
     kinds: bytes  # what it has as the gradient of each parameter
     buffers: BufferLayout | None  # the buffers that it has, if it has written any
-    mark: list[float]  # the numbers that ride along
+    mark: Mark  # rides along
     memories: list[PackMemory]  # in which the sums will be
 
 
@@ -112,7 +112,7 @@ class OwnGradients(SentGradients):
         """Takes other parameters and buffers. Nothing is predicted of them."""
         self.tensors = tensors
         self._plans = KnownPlans(tensors, self._workers.can_overlap)
-        self._memories = PackMemories(self._marks.length)
+        self._memories = PackMemories(self._workers.count)
         self._staged = {}
         self._assigned.train(tensors)
 
@@ -248,7 +248,7 @@ class OwnGradients(SentGradients):
         else:
             kinds, buffers, mark, memories = self._sent_at_begin or self._send_predicted(plan, own)
             self._await_sums()
-            self._verdict = self._marks.read(memories[0].sums_of_numbers(), mark)
+            self._verdict = memories[0].read_marks(mark)
             settled = _AS_SENT if self._counted is None else self._settle_counts(self._counted)
             if settled is None:
                 right, memories = self._send_again(own)
@@ -366,13 +366,13 @@ class OwnGradients(SentGradients):
                     kinds[i] = max(kinds[i], kind)
         return bytes(kinds)
 
-    def _mark(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> list[float]:
+    def _mark(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> Mark:
         told = kinds if buffers is None else kinds + repr(buffers).encode()
         place, counted = zlib.crc32(told, self._workers.place(name)), self._counted
         if counted is None:
-            return self._marks.numbers(place, self._mentions.mark(), self._workers.is_asked_to_leave)
+            return Mark(place, self._mentions.mark(), self._workers.is_asked_to_leave)
         place ^= counted.mark
-        return self._marks.numbers(place, self._mentions.mark(), self._workers.is_asked_to_leave, counted.numbers)
+        return Mark(place, self._mentions.mark(), self._workers.is_asked_to_leave, counted.numbers)
 
     def _agree(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
         """Asks all workers what they have.

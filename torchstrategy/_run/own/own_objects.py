@@ -279,11 +279,14 @@ class OwnObjects(Storage):
     def note_compared(self) -> None:
         """See `Mentions`: settings, the states of steppers, which parameters are trained, and modes."""
         compared: list[tuple[str, object]] = []
-        for number, optimizer in enumerate(_living(self._optimizers.values())):
-            which = f" (optimizer {number + 1} of the scope)" if number else ""
-            compared.append((f"the settings of {type(optimizer).__name__}{which}:", self._settings.of(optimizer)))
-        for stepper in _living(self._steppers.values()):
-            compared.append((f"the state of {type(stepper).__name__}:", _counts_of(stepper)))
+        for reference in list(self._optimizers.values()):
+            optimizer = reference()
+            if optimizer is not None:
+                which = f" (optimizer {len(compared) + 1} of the scope)" if compared else ""
+                compared.append((f"the settings of {type(optimizer).__name__}{which}:", self._settings.of(optimizer)))
+        if self._steppers:
+            for stepper in _living(self._steppers.values()):
+                compared.append((f"the state of {type(stepper).__name__}:", _counts_of(stepper)))
         tensors = self.gradients.tensors
         compared.append(("which parameters are trained:", tensors.flags()))
         compared.append(("the modes of the modules:", tensors.modes()))

@@ -14,6 +14,7 @@ import torch
 
 from torchstrategy._base.context import is_accelerator
 from torchstrategy._base.errors import plural
+from torchstrategy._base.memory import memory_at
 from torchstrategy._base.types import Device, GeneratorLike
 from torchstrategy._group.random_streams import generators_of
 from torchstrategy._group.workers import Workers
@@ -138,11 +139,10 @@ class _States:
     def __init__(self, generators: Sequence[GeneratorLike]) -> None:
         self.tensors = list(map(_GET_STATE, generators))
         # `torch.equal` takes several times as long as it takes to compare bytes.
-        self.bits = list(map(_AS_BYTES, map(torch.Tensor.numpy, self.tensors)))
+        self.bits = [memory_at(state.data_ptr(), state.nbytes).raw for state in self.tensors]
 
 
 _GET_STATE: Callable[[GeneratorLike], torch.Tensor] = methodcaller("get_state")
-_AS_BYTES: Callable[[object], bytes] = methodcaller("tobytes")
 
 
 _DREW = (

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from torchstrategy._base.memory import memory_at
 from torchstrategy._base.torch_internals import foreach_copy_
 from torchstrategy._group.native_dtypes import can_be_added
 from torchstrategy._run.own.gradient_parts import multiply, weigh
 from torchstrategy._run.own.gradient_plans import GradientPlan, Pack
+from torchstrategy._run.own.mark_format import Mark, Verdict, mark_format
 
 
 @final
@@ -27,7 +27,7 @@ class PackMemory:
         pack: Which gradients and buffers it holds.
         parameters: All parameters.
         buffers: The buffers that are sent, by their positions.
-        num_numbers: How many numbers ride along.
+        num_workers: How many workers there are, of which each adds a mark. 0: none rides along.
 
     Attributes:
         pack: As given.
@@ -38,9 +38,11 @@ class PackMemory:
     """
 
     def __init__(
-        self, pack: Pack, parameters: Sequence[torch.Tensor], buffers: dict[int, torch.Tensor], num_numbers: int
+        self, pack: Pack, parameters: Sequence[torch.Tensor], buffers: dict[int, torch.Tensor], num_workers: int
     ) -> None:
         self.pack = pack
+        self._marks = mark_format(num_workers, pack.dtype) if num_workers else None
+        num_numbers = 0 if self._marks is None else self._marks.length
         like = [parameters[i] for i in pack.gradients] + [buffers[i] for i in pack.buffers]
         num_of_tensors = sum(tensor.numel() for tensor in like)
         flat = torch.zeros(num_of_tensors + num_numbers, dtype=pack.dtype, device=pack.device)
@@ -53,7 +55,7 @@ class PackMemory:
             [num_gradients, num_averaged, num_taken, num_numbers]
         )
         # The first pack, which has them, is in the memory of the CPU.
-        self._numbers: NDArray[Any] = numbers.numpy() if num_numbers else np.empty(0)
+        self._mark = memory_at(numbers.data_ptr(), 0 if self._marks is None else self._marks.num_bytes)
         # Buffers that are taken from one worker may have any dtype: the bytes of the others are zeros.
         self.sent = flat if can_be_added(flat.dtype) else flat.view(torch.uint8)
         self.num_sent = self.sent.numel()
@@ -79,14 +81,15 @@ class PackMemory:
         if len(self._taken) and not leads:
             self._taken.zero_()
 
-    def put_numbers(self, numbers: Sequence[float]) -> None:
-        """Writes the numbers that ride along."""
-        self._numbers[:] = numbers
+    def put_mark(self, mark: Mark | None) -> None:
+        """Writes the mark that rides along; None: zeros, of which the sums tell nothing."""
+        assert self._marks is not None
+        self._mark.raw = bytes(self._marks.num_bytes) if mark is None else self._marks.write(mark)
 
-    def sums_of_numbers(self) -> list[float]:
-        """The sums of these numbers over all workers, once they are there."""
-        sums: list[float] = self._numbers.tolist()
-        return sums
+    def read_marks(self, own: Mark) -> Verdict:
+        """What the marks of all workers tell, once the sums are there. `own`: that of this worker."""
+        assert self._marks is not None
+        return self._marks.read(self._mark.raw, own)
 
     def multiply_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiplies the sums of gradients, once they are there."""
@@ -116,11 +119,11 @@ class PackMemories:
     """The memories of the plans that are used by turns: only those of a few plans are kept.
 
     Args:
-        num_numbers: How many numbers ride along, in the first pack of each plan.
+        num_workers: How many workers there are. Their marks ride along in the first pack of each plan.
     """
 
-    def __init__(self, num_numbers: int) -> None:
-        self._num_numbers = num_numbers
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
         self._known: dict[GradientPlan, list[PackMemory]] = {}
 
     def of(
@@ -133,7 +136,7 @@ class PackMemories:
         if len(self._known) >= _MOST:
             self._known.pop(next(iter(self._known)))
         first, *others = plan.packs
-        made = [PackMemory(first, parameters, buffers, self._num_numbers)]
+        made = [PackMemory(first, parameters, buffers, self._num_workers)]
         made += [PackMemory(pack, parameters, buffers, 0) for pack in others]
         self._known[plan] = made
         return made

@@ -9,7 +9,7 @@ from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.trained_tensors import TrainedTensors
 from torchstrategy._run.worker_values import refuse_other_values, refuse_other_writes
 
-_SLICE = 1 << 12  # the elements of a tensor that are compared at a backward
+_SLICE = 1 << 10  # the elements of a tensor that are compared at a backward
 
 
 @final
@@ -32,7 +32,8 @@ class ValuesOfParameters:
         self._agreed = Versions(tensors.parameters)
         self._agreed_of_sharded = Versions(self._sharded)
         self._begun = Versions(tensors.parameters)
-        self._next = (0, 0)  # the tensor, and the element, with which the next slice begins
+        self._next = 0  # the position of the tensor of which a slice is compared next
+        self._num_rounds = 0  # so often, a slice of each tensor was compared
 
     def begin_run(self) -> None:
         """From here on, writes are those of the step."""
@@ -50,17 +51,24 @@ class ValuesOfParameters:
         return hash((*writes, self._tensors.num_writes_between_runs, self._checksum_of_next())) & 0xFFFFFFFF
 
     def _checksum_of_next(self) -> int:
+        """The checksum of a slice of the next tensor: of its first elements in the first round, then of the next ones.
+
+        What wrote all of a tensor is found once each tensor had its turn; what wrote one element, in a later round.
+        """
         tensors = self._tensors.parameters
-        i, begin = self._next
-        if i >= len(tensors):
-            self._next = (0, 0)
+        if not tensors:
             return 0
-        tensor, end = tensors[i], begin + _SLICE
-        self._next = (i, end) if end < tensor.numel() else (i + 1, 0)
+        if self._next == len(tensors):
+            self._next = 0
+            self._num_rounds += 1
+        tensor = tensors[self._next]
+        self._next += 1
+        num_slices = (tensor.numel() + _SLICE - 1) // _SLICE or 1
+        begin = self._num_rounds % num_slices * _SLICE
         # To read the memory of an accelerator, the host would wait for it.
         if not (tensor.is_cpu and tensor.is_contiguous()):
             return 0
-        return checksum_of_slice(tensor, begin, end)
+        return checksum_of_slice(tensor, begin, begin + _SLICE)
 
     def refuse_others(self) -> None:
         """Compares all values.

@@ -16,7 +16,7 @@ from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.counted_gradients import CountedGradients, Settled
 from torchstrategy._run.own.gradient_parts import as_sent, weigh, weigh_into
 from torchstrategy._run.own.gradient_plans import GradientPlan
-from torchstrategy._run.own.mark_format import MarkFormat, Verdict
+from torchstrategy._run.own.mark_format import Mark, Verdict
 from torchstrategy._run.own.pack_memory import PackMemories, PackMemory
 from torchstrategy._run.own.trained_tensors import BufferLayout, TrainedTensors
 
@@ -59,9 +59,8 @@ class SentGradients:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._marks = MarkFormat(workers.count)
         self.tensors = TrainedTensors([], [], averages_buffers=True)
-        self._memories = PackMemories(self._marks.length)
+        self._memories = PackMemories(workers.count)
         self._counted: CountedGradients | None = None
         self._ask: Callable[[], float] = _ask_nobody
         self._is_unforeseen = False
@@ -158,20 +157,20 @@ class SentGradients:
         for i in rest:
             self._staged.pop(i, None)  # the first part is there
         # Zeros for the mark: the sums have the same bits only where what is sent has the same length.
-        memories = self._send(plan, own, [0.0] * self._marks.length)
+        memories = self._send(plan, own, None)
         self._await_sums()
         for i, part in first_parts.items():
             self._sums[i] = self._sums[i] + part
         return memories
 
-    def _send(self, plan: GradientPlan, own: list[torch.Tensor | None], mark: list[float]) -> list[PackMemory]:
+    def _send(self, plan: GradientPlan, own: list[torch.Tensor | None], mark: Mark | None) -> list[PackMemory]:
         """Begins to send what was not sent yet, and a mark with it. Returns the memory in which the sums will be."""
         for i in plan.large:
             if i not in self._sums:
                 self._send_large(i, self._large_of(i, own))
         buffers = {} if plan.buffers is None else self._buffers_for(plan.buffers, plan)
         memories = self._memories.of(plan, self.tensors.parameters, buffers)
-        memories[0].put_numbers(mark)
+        memories[0].put_mark(mark)
         for memory in memories:
             self._send_pack(memory, own, buffers)
         return memories

@@ -1,0 +1,42 @@
+"""The mark of the values of parameters, by which workers see writes that torch does not count."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchstrategy._group.workers import LONE
+from torchstrategy._run.own.parameter_values import ValuesOfParameters
+from torchstrategy._run.own.trained_tensors import TrainedTensors
+
+SIZES = [3000, 5, 1024]
+
+
+def marks_of(num_marks: int, edited: int | None = None, element: int = 0) -> list[int]:
+    """The marks of so many backwards; before them, NumPy writes an element of a parameter, or all (-1)."""
+    torch.manual_seed(0)
+    module = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in SIZES])
+    if edited is not None:
+        where = slice(None) if element < 0 else element
+        module[edited].detach().numpy()[where] += 1.0
+    values = ValuesOfParameters(LONE)
+    values.take(TrainedTensors([module], [], averages_buffers=True))
+    return [values.mark() for _ in range(num_marks)]
+
+
+@pytest.mark.parametrize("edited", range(3))
+def test_a_write_on_all_of_a_tensor_shows_in_the_first_round(edited: int) -> None:
+    before, after = marks_of(3), marks_of(3, edited, element=-1)
+    assert [i for i in range(3) if before[i] != after[i]] == [edited]
+
+
+@pytest.mark.parametrize(("edited", "element"), [(0, 0), (0, 1023), (0, 1024), (0, 2999), (1, 4), (2, 1023)])
+def test_a_write_on_any_element_shows_once_all_slices_had_their_turn(edited: int, element: int) -> None:
+    before, after = marks_of(9), marks_of(9, edited, element)
+    assert before != after
+
+
+def test_tensors_without_elements_and_no_tensors_have_marks() -> None:
+    for parameters in ([], [nn.Parameter(torch.empty(0))]):
+        values = ValuesOfParameters(LONE)
+        values.take(TrainedTensors([nn.ParameterList(parameters)], [], averages_buffers=True))
+        assert values.mark() == values.mark()
