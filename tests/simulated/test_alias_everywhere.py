@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchstrategy.testing import cuda_alias
 
@@ -151,6 +152,36 @@ def test_a_compiled_module_trains(backend: str) -> None:
     y.sum().backward()
     torch.testing.assert_close(y, layer(torch.ones(1, 2).cuda()))
     assert layer.weight.grad is not None and layer.weight.grad.cpu().tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
+@pytest.mark.parametrize("is_module", [False, True])
+def test_what_is_compiled_as_one_graph_runs_watched_or_not(is_module: bool) -> None:
+    torch._dynamo.reset()  # it keeps for good that it has left `forward` alone, for one mode or another
+    layer = nn.Linear(2, 2).cuda()
+    graphs: list[fx.GraphModule] = []
+
+    def count(graph: fx.GraphModule, inputs: object) -> fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer if is_module else layer.forward, backend=count, fullgraph=True)
+    x = torch.ones(1, 2).cuda()
+    torch.testing.assert_close(compiled(x), layer(x))
+    assert len(graphs) == 1
+    with FlopCounterMode(display=False) as counter:  # torch compiles nothing in such a mode
+        torch.testing.assert_close(compiled(x), layer(x))
+    assert counter.get_total_flops() == 2 * 8
+
+
+def test_a_compiled_function_that_is_one_graph_may_break_nowhere() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + torch.ones(2, device="cuda")
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        breaks(torch.ones(2).cuda())
 
 
 @pytest.mark.parametrize(

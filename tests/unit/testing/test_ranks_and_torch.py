@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, _collective_utils, _random, _redistribute, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchstrategy.testing import run_ranks
 from torchstrategy.testing._ranks import torch_internals as internals
@@ -268,6 +269,17 @@ def test_groups_are_made_by_us_and_the_functions_are_put_back() -> None:
     run_ranks(main, 2)
     after = [getattr(c10d, name) for name in names], dist.TCPStore, dist.FileStore, torch.cuda.nccl.version
     assert after == before
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own about the fake backend
+def test_a_fake_group_in_a_rank_is_that_of_torch() -> None:
+    def main(rank: int) -> tuple[int, int, int, str]:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        gathered = torch.zeros(16)
+        dist.all_gather_into_tensor(gathered, torch.ones(2))  # it waits for nobody
+        return dist.get_rank(), dist.get_world_size(), gathered.numel(), dist.get_backend()
+
+    assert run_ranks(main, 2)[0] == [(0, 8, 16, "fake")] * 2
 
 
 def test_a_sum_with_a_factor_is_that_of_nccl() -> None:

@@ -209,6 +209,8 @@ def groups_made_by(
 ) -> Iterator[None]:
     """A block in which `torch.distributed` asks `make` for every process group, whatever backend a program names.
 
+    torch's backend "fake" stays what it is: it exchanges nothing, and each process may take any rank in it.
+
     Args:
         make: Gets the name of a group and the ranks in it, none for the group of all.
         store_of: What a program that gives no store finds in its place.
@@ -222,6 +224,8 @@ def groups_made_by(
     def helper(
         size: int, rank: int, members: Any, backend: Any, store: Any, name: Any, *args: Any, **options: Any
     ) -> Any:
+        if str(backend) == _FAKE:
+            return real(size, rank, members, backend, store, name, *args, **options)
         # What is for one backend alone: a device that is bound eagerly, options of NCCL.
         for unused in ("device_id", "backend_options", "pg_options"):
             options.pop(unused, None)
@@ -284,7 +288,7 @@ def _config_of(backend: str) -> str:
     return config if kind == "cpu" else config.replace("cuda:", f"{kind}:")  # a simulated device stands for a GPU
 
 
-_BACKEND = "torchstrategy_ranks"
+_BACKEND, _FAKE = "torchstrategy_ranks", "fake"
 _NCCL = (2, 27, 5)  # torch logs it with an error of a collective, and cannot find it where it has no NCCL
 
 

@@ -9,7 +9,6 @@ starts. `_Engine` and `_starts` put them in.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, final
@@ -17,7 +16,7 @@ from typing import Any, final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchstrategy._base.torch_internals import function_modes, pop_function_mode, push_function_mode
+from torchstrategy._base.torch_internals import dispatch_modes, function_modes, pop_function_mode, push_function_mode
 from torchstrategy.testing._simulation.cuda_calls import in_another_form
 from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_without_cuda
 from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
@@ -223,9 +222,7 @@ def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile)
     def compiles(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("backend", "inductor") != "inductor":
-            compiled = compile(model, *args, **kwargs)
-            # torch's compiler leaves code alone that runs in a mode, and then `fullgraph` is an error.
-            return _without_modes(compiled) if kwargs.get("fullgraph") and inspect.isfunction(compiled) else compiled
+            return _compiled(compile, model, *args, **kwargs)
         if Compiling.backend is None:
             raise NotImplementedError(
                 "torch.compile with the backend 'inductor' writes kernels for a GPU, and there is none: \"cuda\" means "
@@ -235,9 +232,34 @@ def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
         Compiling.count += 1
         # The mode and the options are those of inductor.
         kept = {name: value for name, value in kwargs.items() if name not in ("mode", "options")}
-        return compile(model, *args, **{**kept, "backend": Compiling.backend})
+        return _compiled(compile, model, *args, **{**kept, "backend": Compiling.backend})
 
     return compiles
+
+
+def _compiled(compile: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compiles a function or module. It runs as it is, also with `fullgraph`, while a mode watches operators.
+
+    torch's compiler leaves code alone that runs in such a mode, and then `fullgraph` is an error.
+    """
+    whole = compile(model, *args, **kwargs)
+    if model is None or not kwargs.get("fullgraph"):
+        return whole
+    watched = compile(model, *args, **{**kwargs, "fullgraph": False})
+    if isinstance(model, torch.nn.Module):
+        whole.forward = _while_watched(watched.forward, whole.forward)
+        return whole
+    return _while_watched(watched, whole)
+
+
+def _while_watched(watched: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function that calls the first of two while a mode watches operators, and else the second."""
+
+    @functools.wraps(other)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (watched if dispatch_modes() else other)(*args, **kwargs)
+
+    return call
 
 
 def _without_modes(call: Callable[..., Any]) -> Callable[..., Any]:
