@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchstrategy.testing import cuda_alias
+from torchstrategy.testing import cuda_alias, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +142,15 @@ def test_torchs_data_parallel_computes_in_the_block() -> None:
     y = nn.DataParallel(net, [0, 1])(x)
     y.sum().backward()
     torch.testing.assert_close(y, net(x))
+
+
+def test_an_operator_of_distributed_tensors_makes_tensors_on_its_mesh() -> None:
+    def main(rank: int) -> tuple[bool, bool]:
+        dist.init_process_group("nccl")
+        x = distribute_tensor(torch.arange(4.0).cuda(), init_device_mesh("cuda", (2,)), [Shard(0)])
+        return torch.equal(x, x.clone()), torch.equal(x, x + 1)
+
+    assert run_ranks(main, 2)[0] == [(True, False)] * 2
 
 
 # What is compiled

@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, _collective_utils, _random, _redistribute, distribute_tensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -203,6 +209,40 @@ def test_the_forward_that_runs_is_that_of_the_rank() -> None:
         DistributedDataParallel(Layer())(torch.ones(1))
 
     run_ranks(main, 2)
+
+
+def test_hooks_for_every_module_are_those_of_the_rank_that_registers_them() -> None:
+    called: list[tuple[str, int]] = []
+
+    def of_all(name: str, rank: int) -> Any:
+        return lambda *_: called.append((name, rank))
+
+    def main(rank: int) -> None:
+        dist.init_process_group("gloo")
+        hooks = [register_module_forward_pre_hook(of_all("before", rank))]
+        if rank:
+            hooks += [register_module_forward_hook(of_all("after", rank), always_call=True)]
+            hooks += [register_module_full_backward_hook(of_all("backward", rank))]
+        for _ in range(2):  # the other rank's turn comes between these
+            dist.barrier()
+            nn.Linear(2, 1)(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        if rank == 0:
+            hooks[0].remove()
+            nn.Linear(2, 1)(torch.ones(1, 2))
+
+    callers = register_module_forward_pre_hook(of_all("caller's", 9))
+    try:
+        run_ranks(main, 2)
+        assert Counter(called) == {
+            ("caller's", 9): 5,
+            ("before", 0): 2,
+            **{(name, 1): 2 for name in ("before", "after", "backward")},
+        }
+        called.clear()
+        nn.Linear(2, 1)(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        assert called == [("caller's", 9)]
+    finally:
+        callers.remove()
 
 
 def test_meshes_are_marked_and_torch_compares_the_marks() -> None:

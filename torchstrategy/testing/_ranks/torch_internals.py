@@ -152,6 +152,33 @@ def put_variables(values: dict[str, Any]) -> None:
         setattr(owner, name, values[variable.path] if variable.path in values else variable.make())
 
 
+# The tables of hooks that torch calls for every module. Others hold the tables, so ranks take turns with what is in them.
+_MODULES: Any = torch.nn.modules.module
+_HOOKS: list[dict[int, Any]] = [
+    _MODULES._global_forward_pre_hooks,
+    _MODULES._global_forward_hooks,
+    _MODULES._global_forward_hooks_always_called,
+    _MODULES._global_forward_hooks_with_kwargs,
+    _MODULES._global_backward_pre_hooks,
+    _MODULES._global_backward_hooks,
+]
+_Hooks = tuple[list[dict[int, Any]], bool | None]
+
+
+def take_module_hooks() -> _Hooks:
+    """The hooks for every module that there are now, and of which kind those of backward are."""
+    return [dict(table) for table in _HOOKS], _MODULES._global_is_full_backward_hook
+
+
+def put_module_hooks(hooks: _Hooks) -> None:
+    """Makes the hooks for every module those that `take_module_hooks` returned."""
+    tables, _MODULES._global_is_full_backward_hook = hooks
+    for table, content in zip(_HOOKS, tables, strict=True):
+        if table or content:
+            table.clear()
+            table.update(content)
+
+
 @contextmanager
 def meshes_marked_by(mark: Callable[[], int]) -> Iterator[None]:
     """A block in which a `DeviceMesh` gets a mark when it is made, and equals only meshes with the same mark.

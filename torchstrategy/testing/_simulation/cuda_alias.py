@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchstrategy._base.torch_internals import dispatch_modes, function_modes, pop_function_mode, push_function_mode
+from torchstrategy.testing._simulation import tensors
 from torchstrategy.testing._simulation.cuda_calls import in_another_form
 from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_without_cuda
 from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
@@ -138,6 +139,7 @@ def _open_one() -> None:
         for owner, name, value in profilers_without_cuda():
             _exchange(owner, name, value)
         _exchange(torch, "set_default_tensor_type", _sets_default_type(torch.set_default_tensor_type))
+        _exchange(tensors, "with_index", _in_operators(tensors.with_index))
         _exchange(torch.jit, "trace", _without_modes(torch.jit.trace))
         _exchange(CPP, "__getattr__", of_cpp)  # Python asks it for names that a module does not have
     _open += 1
@@ -260,6 +262,14 @@ def _while_watched(watched: Callable[..., Any], other: Callable[..., Any]) -> Ca
         return (watched if dispatch_modes() else other)(*args, **kwargs)
 
     return call
+
+
+def _in_operators(with_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Makes a replacement for what finds a device, while this thread handles a call of the program.
+
+    An operator of distributed tensors is Python, and makes tensors on the "cuda" of its mesh.
+    """
+    return lambda device: with_index(_translated(device) if _calls.modes else device)
 
 
 def _without_modes(call: Callable[..., Any]) -> Callable[..., Any]:
