@@ -25,7 +25,7 @@ from torchstrategy.testing._simulation.generators import default_generators
 
 @final
 class Belongings:
-    """What Python has for one process, its environment variables, random numbers, default dtype, script, hooks and groups.
+    """What Python has for one process, its environment variables, random numbers, dtype, script, hooks and groups.
 
     Args:
         imports: What modules say while they are imported in the run.

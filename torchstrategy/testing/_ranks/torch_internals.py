@@ -152,7 +152,7 @@ def put_variables(values: dict[str, Any]) -> None:
         setattr(owner, name, values[variable.path] if variable.path in values else variable.make())
 
 
-# The tables of hooks that torch calls for every module. Others hold the tables, so ranks take turns with what is in them.
+# The tables of hooks that torch calls for every module. Others hold them, so ranks take turns with what is in them.
 _MODULES: Any = torch.nn.modules.module
 _HOOKS: list[dict[int, Any]] = [
     _MODULES._global_forward_pre_hooks,
