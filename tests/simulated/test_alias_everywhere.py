@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from torchstrategy.testing import cuda_alias
+from torchstrategy.testing import cuda_alias, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +144,15 @@ def test_torchs_data_parallel_computes_in_the_block() -> None:
     torch.testing.assert_close(y, net(x))
 
 
+def test_an_operator_of_distributed_tensors_makes_tensors_on_its_mesh() -> None:
+    def main(rank: int) -> tuple[bool, bool]:
+        dist.init_process_group("nccl")
+        x = distribute_tensor(torch.arange(4.0).cuda(), init_device_mesh("cuda", (2,)), [Shard(0)])
+        return torch.equal(x, x.clone()), torch.equal(x, x + 1)
+
+    assert run_ranks(main, 2)[0] == [(True, False)] * 2
+
+
 # What is compiled
 
 
@@ -151,6 +164,36 @@ def test_a_compiled_module_trains(backend: str) -> None:
     y.sum().backward()
     torch.testing.assert_close(y, layer(torch.ones(1, 2).cuda()))
     assert layer.weight.grad is not None and layer.weight.grad.cpu().tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
+@pytest.mark.parametrize("is_module", [False, True])
+def test_what_is_compiled_as_one_graph_runs_watched_or_not(is_module: bool) -> None:
+    torch._dynamo.reset()  # it keeps for good that it has left `forward` alone, for one mode or another
+    layer = nn.Linear(2, 2).cuda()
+    graphs: list[fx.GraphModule] = []
+
+    def count(graph: fx.GraphModule, inputs: object) -> fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer if is_module else layer.forward, backend=count, fullgraph=True)
+    x = torch.ones(1, 2).cuda()
+    torch.testing.assert_close(compiled(x), layer(x))
+    assert len(graphs) == 1
+    with FlopCounterMode(display=False) as counter:  # torch compiles nothing in such a mode
+        torch.testing.assert_close(compiled(x), layer(x))
+    assert counter.get_total_flops() == 2 * 8
+
+
+def test_a_compiled_function_that_is_one_graph_may_break_nowhere() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + torch.ones(2, device="cuda")
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        breaks(torch.ones(2).cuda())
 
 
 @pytest.mark.parametrize(

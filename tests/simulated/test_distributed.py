@@ -15,6 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
+from torch.testing._internal.two_tensor import TwoTensor
+
+from torchstrategy.testing import run_ranks
 
 RANKS = 4
 Trained = Callable[[nn.Module, torch.Tensor, int], list[torch.Tensor]]
@@ -87,3 +90,20 @@ def test_ranks_on_simulated_devices_train_as_one_process_does(kind: Trained) -> 
     for rank in range(RANKS):
         for ours, theirs in zip(found[rank], plain.parameters(), strict=True):
             assert_close(ours, theirs.detach())
+
+
+def test_collectives_take_a_wrapper_that_has_no_memory_of_its_own() -> None:
+    """It was read at the address 0, and the process crashed."""
+
+    def main(rank: int) -> list[list[float]]:
+        dist.init_process_group("nccl")
+        mine = TwoTensor(*(torch.full((2,), rank + part, device=f"sim:{rank}") for part in (0.0, 10.0)))
+        got = torch.empty_like(mine)
+        dist.scatter(got, [mine + 1, mine + 2] if rank == 0 else None)
+        dist.all_reduce(mine)
+        return [tensor.tolist() for tensor in (got.a, got.b, mine.a, mine.b)]
+
+    assert run_ranks(main, 2)[0] == [
+        [[1.0] * 2, [11.0] * 2, [1.0] * 2, [21.0] * 2],
+        [[2.0] * 2, [12.0] * 2, [1.0] * 2, [21.0] * 2],
+    ]

@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, _collective_utils, _random, _redistribute, distribute_tensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchstrategy.testing import run_ranks
 from torchstrategy.testing._ranks import torch_internals as internals
@@ -204,6 +211,40 @@ def test_the_forward_that_runs_is_that_of_the_rank() -> None:
     run_ranks(main, 2)
 
 
+def test_hooks_for_every_module_are_those_of_the_rank_that_registers_them() -> None:
+    called: list[tuple[str, int]] = []
+
+    def of_all(name: str, rank: int) -> Any:
+        return lambda *_: called.append((name, rank))
+
+    def main(rank: int) -> None:
+        dist.init_process_group("gloo")
+        hooks = [register_module_forward_pre_hook(of_all("before", rank))]
+        if rank:
+            hooks += [register_module_forward_hook(of_all("after", rank), always_call=True)]
+            hooks += [register_module_full_backward_hook(of_all("backward", rank))]
+        for _ in range(2):  # the other rank's turn comes between these
+            dist.barrier()
+            nn.Linear(2, 1)(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        if rank == 0:
+            hooks[0].remove()
+            nn.Linear(2, 1)(torch.ones(1, 2))
+
+    callers = register_module_forward_pre_hook(of_all("caller's", 9))
+    try:
+        run_ranks(main, 2)
+        assert Counter(called) == {
+            ("caller's", 9): 5,
+            ("before", 0): 2,
+            **{(name, 1): 2 for name in ("before", "after", "backward")},
+        }
+        called.clear()
+        nn.Linear(2, 1)(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        assert called == [("caller's", 9)]
+    finally:
+        callers.remove()
+
+
 def test_meshes_are_marked_and_torch_compares_the_marks() -> None:
     def main(rank: int) -> DeviceMesh:
         dist.init_process_group("gloo")
@@ -268,6 +309,17 @@ def test_groups_are_made_by_us_and_the_functions_are_put_back() -> None:
     run_ranks(main, 2)
     after = [getattr(c10d, name) for name in names], dist.TCPStore, dist.FileStore, torch.cuda.nccl.version
     assert after == before
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own about the fake backend
+def test_a_fake_group_in_a_rank_is_that_of_torch() -> None:
+    def main(rank: int) -> tuple[int, int, int, str]:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        gathered = torch.zeros(16)
+        dist.all_gather_into_tensor(gathered, torch.ones(2))  # it waits for nobody
+        return dist.get_rank(), dist.get_world_size(), gathered.numel(), dist.get_backend()
+
+    assert run_ranks(main, 2)[0] == [(0, 8, 16, "fake")] * 2
 
 
 def test_a_sum_with_a_factor_is_that_of_nccl() -> None:

@@ -14,7 +14,9 @@ from torchstrategy.testing._ranks.imports import Imports
 from torchstrategy.testing._ranks.process import PythonState
 from torchstrategy.testing._ranks.torch_internals import (
     forget_fake_results,
+    put_module_hooks,
     put_variables,
+    take_module_hooks,
     take_variables,
     variables_of_a_new_process,
 )
@@ -23,7 +25,7 @@ from torchstrategy.testing._simulation.generators import default_generators
 
 @final
 class Belongings:
-    """What Python has for one process, its environment variables, random numbers, default dtype, script and groups.
+    """What Python has for one process, its environment variables, random numbers, dtype, script, hooks and groups.
 
     Args:
         imports: What modules say while they are imported in the run.
@@ -57,6 +59,7 @@ class Belongings:
         torch.set_default_dtype(self._dtype)
         sys.modules["__main__"] = self._main  # a script is a module of its own in each rank, and pickle looks there
         put_variables(self._variables)
+        put_module_hooks(self._hooks)
         forget_fake_results()
         self._python_state.put_on()
         self._imports.repeat(self._seen)
@@ -75,3 +78,4 @@ class Belongings:
         self._dtype = torch.get_default_dtype()
         self._main = sys.modules["__main__"]
         self._variables = take_variables()
+        self._hooks = take_module_hooks()

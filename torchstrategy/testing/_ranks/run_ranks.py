@@ -53,9 +53,10 @@ def run_ranks(
 
     Each rank has what a process has: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and
     `MASTER_PORT` in `os.environ`, random numbers (seeded as this process is now), a default dtype, process groups;
-    built-in names (a rank may replace `print`), `sys.argv`, `sys.stdout`, hooks, warnings, loggers, a working folder.
-    If devices are simulated, rank r begins with device r as its current one, and starts again at the first where there
-    are fewer. Ranks do share modules and their global variables, and one at a time may have torch's profiler.
+    built-in names (a rank may replace `print`), `sys.argv`, `sys.stdout`, hooks of Python and those for every
+    `nn.Module`, warnings, loggers, a working folder. If devices are simulated, rank r begins with device r as its
+    current one, and starts again at the first where there are fewer. Ranks do share modules and their global variables,
+    and one at a time may have torch's profiler.
 
     What a collective writes holds NaN, or the lowest integer, until it is waited for. Messages are received before
     `send` returns, as large ones are on GPUs.

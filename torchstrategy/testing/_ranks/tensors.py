@@ -14,8 +14,16 @@ from torchstrategy.testing._simulation.shapes import is_large, shapes_only
 
 
 def _seen_here(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU that has the memory of `tensor`. `data` keeps writes out of autograd's count of versions."""
-    return on_cpu(tensor.detach()) if is_simulated(tensor) else tensor.data
+    """A tensor on the CPU that has the memory of `tensor`. `data` keeps writes out of autograd's count of versions.
+
+    A tensor whose class handles its operators may have no memory of its own: then it is `tensor` itself.
+    """
+    return on_cpu(tensor.detach()) if is_simulated(tensor) and not _handles_operators(tensor) else tensor.data
+
+
+def _handles_operators(tensor: torch.Tensor) -> bool:
+    """Whether its class does, such as that of a wrapper around other tensors."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def taken(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,6 +33,8 @@ def taken(tensor: torch.Tensor) -> torch.Tensor:
     """
     if _has_no_numbers(tensor):
         return torch.empty_like(tensor, device="meta")
+    if is_simulated(tensor) and _handles_operators(tensor):
+        return tensor.data.to("cpu", copy=True)
     return _seen_here(tensor).clone()
 
 

@@ -152,6 +152,33 @@ def put_variables(values: dict[str, Any]) -> None:
         setattr(owner, name, values[variable.path] if variable.path in values else variable.make())
 
 
+# The tables of hooks that torch calls for every module. Others hold them, so ranks take turns with what is in them.
+_MODULES: Any = torch.nn.modules.module
+_HOOKS: list[dict[int, Any]] = [
+    _MODULES._global_forward_pre_hooks,
+    _MODULES._global_forward_hooks,
+    _MODULES._global_forward_hooks_always_called,
+    _MODULES._global_forward_hooks_with_kwargs,
+    _MODULES._global_backward_pre_hooks,
+    _MODULES._global_backward_hooks,
+]
+_Hooks = tuple[list[dict[int, Any]], bool | None]
+
+
+def take_module_hooks() -> _Hooks:
+    """The hooks for every module that there are now, and of which kind those of backward are."""
+    return [dict(table) for table in _HOOKS], _MODULES._global_is_full_backward_hook
+
+
+def put_module_hooks(hooks: _Hooks) -> None:
+    """Makes the hooks for every module those that `take_module_hooks` returned."""
+    tables, _MODULES._global_is_full_backward_hook = hooks
+    for table, content in zip(_HOOKS, tables, strict=True):
+        if table or content:
+            table.clear()
+            table.update(content)
+
+
 @contextmanager
 def meshes_marked_by(mark: Callable[[], int]) -> Iterator[None]:
     """A block in which a `DeviceMesh` gets a mark when it is made, and equals only meshes with the same mark.
@@ -209,6 +236,8 @@ def groups_made_by(
 ) -> Iterator[None]:
     """A block in which `torch.distributed` asks `make` for every process group, whatever backend a program names.
 
+    torch's backend "fake" stays what it is: it exchanges nothing, and each process may take any rank in it.
+
     Args:
         make: Gets the name of a group and the ranks in it, none for the group of all.
         store_of: What a program that gives no store finds in its place.
@@ -222,6 +251,8 @@ def groups_made_by(
     def helper(
         size: int, rank: int, members: Any, backend: Any, store: Any, name: Any, *args: Any, **options: Any
     ) -> Any:
+        if str(backend) == _FAKE:
+            return real(size, rank, members, backend, store, name, *args, **options)
         # What is for one backend alone: a device that is bound eagerly, options of NCCL.
         for unused in ("device_id", "backend_options", "pg_options"):
             options.pop(unused, None)
@@ -284,7 +315,7 @@ def _config_of(backend: str) -> str:
     return config if kind == "cpu" else config.replace("cuda:", f"{kind}:")  # a simulated device stands for a GPU
 
 
-_BACKEND = "torchstrategy_ranks"
+_BACKEND, _FAKE = "torchstrategy_ranks", "fake"
 _NCCL = (2, 27, 5)  # torch logs it with an error of a collective, and cannot find it where it has no NCCL
 
 

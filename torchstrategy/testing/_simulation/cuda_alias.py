@@ -9,7 +9,6 @@ starts. `_Engine` and `_starts` put them in.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, final
@@ -17,7 +16,8 @@ from typing import Any, final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchstrategy._base.torch_internals import function_modes, pop_function_mode, push_function_mode
+from torchstrategy._base.torch_internals import dispatch_modes, function_modes, pop_function_mode, push_function_mode
+from torchstrategy.testing._simulation import tensors
 from torchstrategy.testing._simulation.cuda_calls import in_another_form
 from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_without_cuda
 from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
@@ -139,6 +139,7 @@ def _open_one() -> None:
         for owner, name, value in profilers_without_cuda():
             _exchange(owner, name, value)
         _exchange(torch, "set_default_tensor_type", _sets_default_type(torch.set_default_tensor_type))
+        _exchange(tensors, "with_index", _in_operators(tensors.with_index))
         _exchange(torch.jit, "trace", _without_modes(torch.jit.trace))
         _exchange(CPP, "__getattr__", of_cpp)  # Python asks it for names that a module does not have
     _open += 1
@@ -223,9 +224,7 @@ def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile)
     def compiles(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("backend", "inductor") != "inductor":
-            compiled = compile(model, *args, **kwargs)
-            # torch's compiler leaves code alone that runs in a mode, and then `fullgraph` is an error.
-            return _without_modes(compiled) if kwargs.get("fullgraph") and inspect.isfunction(compiled) else compiled
+            return _compiled(compile, model, *args, **kwargs)
         if Compiling.backend is None:
             raise NotImplementedError(
                 "torch.compile with the backend 'inductor' writes kernels for a GPU, and there is none: \"cuda\" means "
@@ -235,9 +234,42 @@ def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
         Compiling.count += 1
         # The mode and the options are those of inductor.
         kept = {name: value for name, value in kwargs.items() if name not in ("mode", "options")}
-        return compile(model, *args, **{**kept, "backend": Compiling.backend})
+        return _compiled(compile, model, *args, **{**kept, "backend": Compiling.backend})
 
     return compiles
+
+
+def _compiled(compile: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compiles a function or module. It runs as it is, also with `fullgraph`, while a mode watches operators.
+
+    torch's compiler leaves code alone that runs in such a mode, and then `fullgraph` is an error.
+    """
+    whole = compile(model, *args, **kwargs)
+    if model is None or not kwargs.get("fullgraph"):
+        return whole
+    watched = compile(model, *args, **{**kwargs, "fullgraph": False})
+    if isinstance(model, torch.nn.Module):
+        whole.forward = _while_watched(watched.forward, whole.forward)
+        return whole
+    return _while_watched(watched, whole)
+
+
+def _while_watched(watched: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function that calls the first of two while a mode watches operators, and else the second."""
+
+    @functools.wraps(other)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (watched if dispatch_modes() else other)(*args, **kwargs)
+
+    return call
+
+
+def _in_operators(with_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Makes a replacement for what finds a device, while this thread handles a call of the program.
+
+    An operator of distributed tensors is Python, and makes tensors on the "cuda" of its mesh.
+    """
+    return lambda device: with_index(_translated(device) if _calls.modes else device)
 
 
 def _without_modes(call: Callable[..., Any]) -> Callable[..., Any]:

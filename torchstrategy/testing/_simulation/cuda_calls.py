@@ -10,14 +10,13 @@ import torch
 from torchstrategy.testing._simulation.ordinals import is_simulated
 
 _COMPRESSED = ("csr", "csc", "bsr", "bsc")
-# By function, where the tensor of its first argument matters.
-_TO_COMPRESSED = {
-    *(getattr(torch.Tensor, f"to_sparse_{layout}") for layout in _COMPRESSED),
-}
-_MADE_COMPRESSED = {
+# By function, where the tensor of its first argument matters. torch's compiler traces this file, and cannot look these
+# functions up in a set.
+_TO_COMPRESSED = tuple(getattr(torch.Tensor, f"to_sparse_{layout}") for layout in _COMPRESSED)
+_MADE_COMPRESSED = (
     torch.sparse_compressed_tensor,
     *(getattr(torch, f"sparse_{layout}_tensor") for layout in _COMPRESSED),
-}
+)
 
 
 def in_another_form(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:

@@ -315,6 +315,8 @@ def _put_stream(stream_id: int, device_index: int, device_type: int = PRIVATEUSE
 
 # Not `_cuda_getDeviceCount`: by it torch finds out whether it was built with CUDA, and would call the driver.
 _OF_CPP: dict[str, Any] = {
+    # A class: `torch.compiler.reset` imports a file that needs it wherever torch says that it was built with CUDA.
+    "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
     "_cuda_canDeviceAccessPeer": lambda device, peer: device != peer,
     "_cuda_clearCublasWorkspaces": _does_nothing,
     "_cuda_emptyCache": _does_nothing,

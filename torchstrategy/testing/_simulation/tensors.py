@@ -48,9 +48,9 @@ def _knowing_the_current_device(call: Callable[..., Any], position: int | None =
     @functools.wraps(call)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         if position is not None and len(args) > position:
-            args = (*args[:position], _with_index(args[position]), *args[position + 1 :])
+            args = (*args[:position], with_index(args[position]), *args[position + 1 :])
         if "device" in kwargs:
-            kwargs["device"] = _with_index(kwargs["device"])
+            kwargs["device"] = with_index(kwargs["device"])
         return call(*args, **kwargs)
 
     return replaced
@@ -76,7 +76,7 @@ def _new_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def replaced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        device = _with_index(kwargs.pop("device", None))
+        device = with_index(kwargs.pop("device", None))
         if device is None and is_simulated(tensor):
             device = tensor.device
         return call(tensor, *args, device=device, **kwargs)
@@ -102,7 +102,8 @@ def _following_the_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
     return replaced
 
 
-def _with_index(device: Any) -> Any:
+def with_index(device: Any) -> Any:
+    """The device that is meant by a device, its name or its index."""
     if device == NAME:
         return torch.device(NAME, current_device())
     if isinstance(device, torch.device) and device.type == NAME and device.index is None:
