@@ -119,10 +119,31 @@ def broadcast_and_evaluate(model: nn.Module, rank: int) -> None:
     evaluate(model, rank)
 
 
+def differ_by_rounding(model: nn.Module, rank: int) -> None:
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+        parameter.data *= 1 + 1e-6 * rank
+    evaluate(model, rank)
+
+
+def reduce_alone(model: nn.Module, rank: int) -> None:
+    groups = [dist.new_group([one]) for one in range(RANKS)]
+    total = evaluate(model, rank, is_reduced=False)
+    dist.all_reduce(total, group=groups[rank])
+
+
+def wrap_another_model(model: nn.Module, rank: int) -> None:
+    evaluate(model, rank, is_reduced=False)
+    Wrapped(nn.Linear(2, 2))  # torch compares sizes, and gathers them
+
+
 RIGHT: dict[str, Callable[[nn.Module, int], object]] = {
     "broadcast before": broadcast_and_evaluate,
     "only rank 0 calls it": lambda model, rank: evaluate(model, rank, is_reduced=False) if rank == 0 else None,
     "the same rows": lambda model, rank: evaluate(model, 0),
+    "rounding": differ_by_rounding,
+    "results of one rank are reduced": reduce_alone,
+    "torch gathers something": wrap_another_model,
     "results stay on each rank": lambda model, rank: evaluate(model, rank, is_reduced=False),
     "weights that have gradients": lambda model, rank: evaluate(model.requires_grad_(), rank),
 }
@@ -131,6 +152,29 @@ RIGHT: dict[str, Callable[[nn.Module, int], object]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_evaluations_of_an_average_that_may_be_meant(name: str) -> None:
     assert names_of(lambda rank: train_with_average(rank, evaluates=RIGHT[name])) == []
+
+
+class Scaled(nn.Module):
+    """Its first layer gets what differs as the model does, for the same rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.rest = nn.Parameter(torch.ones(4)), make_model()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.rest(x * self.scale)
+
+
+def test_the_same_rows_of_which_no_layer_is_the_first() -> None:
+    def program(rank: int) -> None:
+        begin()
+        model = Wrapped(Scaled())
+        average = frozen_copy(model.module)
+        for _ in range(2):
+            fit(model, rank, after=lambda: follow(average, model.module) if rank == 0 else None)
+            evaluate(average, 0)
+
+    assert names_of(program) == []
 
 
 def test_results_that_come_together_after_the_next_step_are_something_else() -> None:
@@ -426,6 +470,8 @@ def test_a_teacher_whose_outputs_no_loss_is_made_of_is_left_alone() -> None:
             if rank == 0:
                 follow(average, model.module)
             evaluate(average, rank, is_reduced=False)
+            with torch.no_grad():
+                (average(next(rows_of(7 + rank))) * model.module[2].bias).sum()
 
         fit(model, rank, after=log)
 

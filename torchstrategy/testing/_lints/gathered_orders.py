@@ -20,7 +20,7 @@ from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._ranks.witnesses import Told
 from torchstrategy.testing._simulation.program import unwatched
 
-_FEWEST_ROWS, _MOST_NUMBERS = 4, 4_000_000
+_MOST_NUMBERS = 4_000_000  # of a column
 _COLLECTIVES = ("all_gather", "gather")
 _aten = torch.ops.aten
 # What leaves each row at its place. Views are known by their memory.
@@ -46,13 +46,11 @@ class _Read:
         loader: It.
         place: Where.
         rows: The numbers of its rows, so far.
-        is_over: Whether there are no more.
     """
 
     loader: Any
     place: Place
     rows: list[int] = field(default_factory=list)
-    is_over: bool = False
 
 
 class _Gathered(NamedTuple):
@@ -97,11 +95,7 @@ class GatheredOrders(Lint):
     @override
     def drew(self, facts: Facts, loader: Any, rows: Any) -> None:
         read = self._read.get(facts.rank)
-        if read is None or read.loader is not loader or read.is_over:
-            return
-        if rows is None:
-            read.is_over = True
-        else:
+        if read is not None and read.loader is loader and rows is not None:
             read.rows += rows if isinstance(rows, (list, tuple)) else [rows]
 
     @override
@@ -111,9 +105,9 @@ class GatheredOrders(Lint):
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         read, ranks = self._read.get(facts.rank), len(told.ranks)
-        if read is None or is_of_torch or told.kind not in _COLLECTIVES or len(told.gets) != ranks or ranks < 2:
+        if read is None or told.kind not in _COLLECTIVES or len(told.gets) != ranks or ranks < 2:
             return
-        if not all(can_be_read(one) and _rows_of(one) == len(read.rows) for one in (*told.gives, *told.gets)):
+        if not all(map(can_be_read, told.gets)):
             return
         columns = _columns(read, ranks, list(told.ranks).index(facts.rank))
         if not columns:
@@ -167,7 +161,7 @@ class GatheredOrders(Lint):
             return
         for mine, other in (args[:2], args[1::-1]):
             piece = pieces.get(mine)
-            if piece is None or piece.number is not None or pieces.get(other) is not None:
+            if piece is None or piece.number is not None:
                 continue
             if not _is_from_the_first(mine) or _rows_of(mine) != _rows_of(other):
                 continue
@@ -196,12 +190,11 @@ def _print_of(tensor: torch.Tensor) -> Fingerprint | None:
 def _columns(read: _Read, ranks: int, rank: int) -> set[Fingerprint]:
     """What the data set of a loader has in its order, if a rank has read every n-th row, and if the order matters."""
     dataset = getattr(read.loader, "dataset", None)
-    if not read.is_over or len(read.rows) < _FEWEST_ROWS or not isinstance(dataset, Sized):
+    if not isinstance(dataset, Sized):
         return set()
     size = len(dataset)
     own = list(range(rank, size, ranks))
-    # The last rows of some ranks are padding. In any order but this one, a part of them differs.
-    if len(read.rows) - len(own) not in (0, 1) or read.rows[: len(own)] != own:
+    if read.rows[: len(own)] != own:  # the last rows of some ranks are padding
         return set()
     held = getattr(dataset, "tensors", None) or tuple(getattr(dataset, "__dict__", {}).values())
     found: set[Fingerprint] = set()

@@ -18,8 +18,7 @@ from torchstrategy.testing._lints.places import Place, frames_of, lines_around
 
 _CHECKPOINTS = "torch.utils.checkpoint"
 _AGAIN = ("unpack_hook", "backward")  # its functions that backward calls, without and with `use_reentrant`
-_ENOUGH, _MOST = 2, 64  # masks that were drawn again, of a line and of a rank
-_FEWEST_NUMBERS = 16  # of a mask: smaller ones are often alike by chance
+_MOST = 64  # masks that a rank has drawn again
 _aten = torch.ops.aten
 
 
@@ -58,13 +57,13 @@ class Recomputed(Lint):
         found: dict[Place | None, _Drawn] = {}
         for drawn in self._drawn.values():
             for place, one in drawn.items():
-                if one.again >= _ENOUGH and not one.is_alike:
+                if one.again and not one.is_alike:
                     found.setdefault(place, one)
         return [_finding(one, place) for place, one in found.items()]
 
     def _drops(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         mask = result[1] if isinstance(result, (tuple, list)) else result
-        if self._again[facts.rank] >= _MOST or mask.numel() < _FEWEST_NUMBERS or not can_be_read(mask):
+        if self._again[facts.rank] >= _MOST or not can_be_read(mask):
             return
         functions = [frame.f_code.co_name for frame in frames_of(_CHECKPOINTS, None)]
         if not functions:

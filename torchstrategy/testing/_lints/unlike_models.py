@@ -126,11 +126,6 @@ class UnlikeModels(Follower):
         self._pieces.pop(facts.rank, None)
 
     @override
-    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        self._open.pop(facts.rank, None)
-        self._pieces.pop(facts.rank, None)
-
-    @override
     def findings(self) -> list[Finding | None]:
         found: dict[tuple[Place, ...], Finding | None] = {}
         for kept in self._apart.values():
@@ -143,7 +138,7 @@ class UnlikeModels(Follower):
 
     def _calls(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         modules = self._modules.get(facts.rank)
-        if not modules or facts.stepping is not None:
+        if not modules:
             return
         for parameter in map(_parameter_of, args):
             called = None if parameter is None else modules.of(parameter)
