@@ -120,6 +120,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "checkpoints",
             "clipping",
             "divided",
+            "divided_rows",
             "files",
             "gathered",
             "gathered_orders",

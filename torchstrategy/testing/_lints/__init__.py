@@ -56,6 +56,7 @@ untrained_copies  models that ranks train together, and copies of them that nobo
 unlike_models    models that all ranks call without gradients, and that differ
 gathered_orders  rows that are gathered in another order than what they are compared with
 recomputed       dropout that drops other values when a part is computed again
+divided_rows     rows that differ between ranks which divide a model
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

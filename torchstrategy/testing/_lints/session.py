@@ -18,6 +18,7 @@ from torchstrategy.testing._lints.biases import Biases
 from torchstrategy.testing._lints.checkpoints import Checkpoints
 from torchstrategy.testing._lints.clipping import Clipping
 from torchstrategy.testing._lints.divided import Divided
+from torchstrategy.testing._lints.divided_rows import DividedRows
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
 from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
@@ -98,6 +99,7 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     GradientHooks,
     GatheredOrders,
     Recomputed,
+    DividedRows,
 )
 
 

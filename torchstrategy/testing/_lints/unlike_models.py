@@ -103,7 +103,7 @@ class UnlikeModels(Follower):
         if is_of_torch or told.kind not in _COLLECTIVES:
             return
         for look in self._open[facts.rank]:
-            if len(look.reduced) < _MOST_KEPT and set(look.called.trained.model.ranks) <= set(told.ranks):
+            if len(look.reduced) < _MOST_KEPT:
                 look.reduced[told.key] = here()
 
     @override
