@@ -197,16 +197,18 @@ def test_results_that_come_together_after_the_next_step_are_something_else() -> 
     assert names_of(between) == []
 
 
-def test_a_copy_that_an_optimizer_trains_is_left_alone() -> None:
+@pytest.mark.parametrize("is_evaluated_before", [False, True])
+def test_a_copy_that_each_rank_trains_is_left_alone(is_evaluated_before: bool) -> None:
     def program(rank: int) -> None:
         begin()
         model = Wrapped(make_model())
-        mine = copy.deepcopy(model.module)
-        for _ in range(2):
+        mine = frozen_copy(model.module)
+        if is_evaluated_before:
+            evaluate(mine, rank)
+        for _ in range(3):
             fit(model, rank)
-            fit(mine, rank)
+            fit(mine.requires_grad_(), rank)
             evaluate(mine.requires_grad_(False), rank)
-            mine.requires_grad_()
 
     assert "models-differ" not in names_of(program)
 

@@ -18,7 +18,7 @@ from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.known import Known
 from torchstrategy.testing._lints.lint import Follower, Seen
 from torchstrategy.testing._lints.places import Place, here, way_here
-from torchstrategy.testing._lints.untrained_copies import Called, CalledModules, Prints, is_trained_by_an_optimizer
+from torchstrategy.testing._lints.untrained_copies import Called, CalledModules, Prints
 from torchstrategy.testing._ranks.witnesses import Told
 
 _COLLECTIVES = ("all_reduce", "reduce", "all_gather", "gather")
@@ -146,7 +146,11 @@ class UnlikeModels(Follower):
                 continue
             if called.part is None and torch.is_grad_enabled():
                 called.trains = facts.steps
-            elif called.trains != facts.steps:  # weights that are adapted to the rows of a rank have gradients before
+            elif torch.is_grad_enabled() and parameter.requires_grad:
+                called.is_trained = True
+            elif (
+                not called.is_trained and called.trains != facts.steps
+            ):  # weights that are adapted to the rows of a rank have gradients before
                 self._look(facts, called, parameter, args, result)
             return
 
@@ -163,7 +167,7 @@ class UnlikeModels(Follower):
             return
         rows = next((one for one in args if isinstance(one, torch.Tensor) and _parameter_of(one) is None), None)
         given = fingerprint(rows)
-        if given is None or (called.part is not None and is_trained_by_an_optimizer(facts, called.module())):
+        if given is None:
             return
         look = _Look(called, way[0], facts.steps, called.prints(), given)
         self._follow(facts, called, look, parameter)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
-from torchstrategy.testing._lints.facts import Facts, Model
+from torchstrategy.testing._lints.facts import Model
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.modules import living_modules
@@ -61,6 +61,7 @@ class Called:
         counts: In how many periods between steps it was called without gradients, by way.
         last: The last of these, by way.
         trains: In which period it was last called with gradients.
+        is_trained: Whether a copy was called with parameters that get gradients: it is trained by itself then.
         first: What it was at the first look.
         has_moved: Whether its parameters have been changed in place, and by more than a loaded checkpoint.
     """
@@ -73,6 +74,7 @@ class Called:
     counts: Counter[tuple[Place, ...]] = field(default_factory=Counter)
     last: dict[tuple[Place, ...], int] = field(default_factory=dict)
     trains: int = -1
+    is_trained: bool = False
     first: Prints | None = None
     has_moved: bool = False
 
@@ -166,12 +168,6 @@ class CalledModules:
         for _, parameter in named:
             self._known.put(parameter, called)
         return called
-
-
-def is_trained_by_an_optimizer(facts: Facts, module: nn.Module | None) -> bool:
-    """Whether an optimizer has parameters of a module."""
-    own = set() if module is None else {id(parameter) for parameter in module.parameters()}
-    return any(id(parameter) in own for parameter in facts.parameters())
 
 
 def _signature(module: nn.Module) -> Signature:
