@@ -142,8 +142,7 @@ class GatheredOrders(Lint):
         first = joined[0] if joined else None
         if first is None or [one and one.number for one in joined] != list(range(first.gathered.ranks)):
             return
-        are_whole = all(_is_from_the_first(one) and _rows_of(one) == first.gathered.rows for one in args[0])
-        if are_whole and all(one is not None and one.gathered is first.gathered for one in joined):
+        if all(one is not None and one.gathered is first.gathered for one in joined):
             pieces.put(result, _Piece(first.gathered, None))
 
     def _passes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -161,9 +160,7 @@ class GatheredOrders(Lint):
             return
         for mine, other in (args[:2], args[1::-1]):
             piece = pieces.get(mine)
-            if piece is None or piece.number is not None:
-                continue
-            if not _is_from_the_first(mine) or _rows_of(mine) != _rows_of(other):
+            if piece is None or _rows_of(mine) != _rows_of(other):
                 continue
             if _print_of(other) in piece.gathered.columns:
                 self._found.setdefault(here(), piece.gathered)
