@@ -585,6 +585,28 @@ def of_all_rows() -> torch.Tensor:
     return F.mse_loss(torch.cat(gathered(mine[:32])), numbers().tensors[1])
 
 
+def written_over() -> torch.Tensor:
+    whole = gathered_at_once(predict(numbers(), row_sums))
+    whole.copy_(in_order_of_data(list(whole.chunk(RANKS))))
+    return F.mse_loss(whole, numbers().tensors[1])
+
+
+def put_in_order() -> torch.Tensor:
+    whole = gathered_at_once(predict(numbers(), row_sums))
+    whole[torch.arange(64).view(-1, RANKS).t().reshape(-1)] = whole.clone()
+    return F.mse_loss(whole, numbers().tensors[1])
+
+
+def gathered_again() -> torch.Tensor:
+    """The same memory has then got rows that each rank has read one after the other."""
+    mine = predict(numbers(), row_sums)
+    whole = gathered_at_once(mine)
+    first = 32 * dist.get_rank()
+    loader = DataLoader(numbers(), batch_size=8, sampler=range(first, first + 32))
+    dist.all_gather_into_tensor(whole, torch.cat([batch[0].sum(1) for batch in loader]))
+    return F.mse_loss(whole, numbers().tensors[1])
+
+
 RIGHT_ORDERS: dict[str, Callable[[], object]] = {
     "stack": lambda: F.mse_loss(in_order_of_data(gathered(predict(numbers(), row_sums))), numbers().tensors[1]),
     "transposed": lambda: F.mse_loss(
@@ -604,6 +626,9 @@ RIGHT_ORDERS: dict[str, Callable[[], object]] = {
         torch.cat(gathered(predict(Labelled(64, is_constant=True), scores))).argmax(1)
         == torch.tensor(Labelled(64, is_constant=True).labels)
     ),
+    "written over": written_over,
+    "put in order": put_in_order,
+    "gathered again": gathered_again,
     "contiguous rows": of_contiguous_rows,
     "all rows": of_all_rows,
 }

@@ -85,6 +85,7 @@ class GatheredOrders(Lint):
     @override
     def operators(self) -> dict[Any, Seen]:
         seen: dict[Any, Seen] = dict.fromkeys(_PASSING, self._passes) | dict.fromkeys(_COMPARING, self._compares)
+        seen |= dict.fromkeys((_aten.copy_.default, _aten.index_put_.default), self._overwrites)
         return seen | {_aten.cat.default: self._joins, _aten.stack.default: self._joins}
 
     @override
@@ -105,6 +106,8 @@ class GatheredOrders(Lint):
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         read, ranks = self._read.get(facts.rank), len(told.ranks)
+        for one in told.gets:
+            self._pieces[facts.rank].drop(one)
         if read is None or told.kind not in _COLLECTIVES or len(told.gets) != ranks or ranks < 2:
             return
         if not all(map(can_be_read, told.gets)):
@@ -153,6 +156,10 @@ class GatheredOrders(Lint):
         for made in tensors_in((result,)):
             if _rows_of(made) == _rows_of(args[0]):
                 pieces.put(made, piece)
+
+    def _overwrites(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        if facts.rank in self._pieces:
+            self._pieces[facts.rank].drop(args[0])
 
     def _compares(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         pieces = self._pieces.get(facts.rank)
