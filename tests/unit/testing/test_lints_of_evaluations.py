@@ -732,6 +732,7 @@ def train_in_a_grid(
     number: Callable[[int], int] = lambda rank: rank,
     reduces_over_all: bool = False,
     reduces_within: bool = False,
+    only_logs: bool = False,
     steps: int = 4,
 ) -> None:
     """Ranks 0 and 1 divide a model, and so do ranks 2 and 3. `replicas` and `number` are what the sampler gets."""
@@ -747,7 +748,12 @@ def train_in_a_grid(
     optimizer = torch.optim.SGD([part, *last.parameters()], lr=0.01)
     for (batch,) in DataLoader(data, batch_size=4, sampler=sampler):
         optimizer.zero_grad()
-        last(AddedWithin.apply(batch @ part.t(), divides)).square().mean().backward()
+        hidden = batch @ part.t()
+        if only_logs:
+            dist.all_reduce(hidden.detach().square().sum(), group=divides)
+        else:
+            hidden = AddedWithin.apply(hidden, divides)
+        last(hidden).square().mean().backward()
         for parameter in (part, *last.parameters()):
             is_whole = reduces_over_all and parameter is not part
             dist.all_reduce(parameter.grad, group=None if is_whole else reduces)
@@ -772,6 +778,7 @@ RIGHT_GRIDS: dict[str, dict[str, Any]] = {
     # Parts may be experts, which get the rows of several ranks, while all ranks share what is whole.
     "gradients of all ranks": {"reduces_over_all": True},
     "two trainings beside each other": {"reduces_within": True},
+    "what is added up is no activation": {"only_logs": True},
     "too few steps": {"steps": 2},
 }
 
