@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, random_split
 
 RANKS = 2
@@ -1289,6 +1290,46 @@ def hook_returns_the_sum(rank: int, is_right: bool) -> None:
     model = wrapped(make_model())
     model.register_comm_hook(None, in_half_the_bytes)
     fit(model, sgd(model), rows_of(rank))
+
+
+# Evaluations, and what is called without gradients
+
+
+@pair("models-differ")
+def average_is_updated_on_one_rank(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    average = copy.deepcopy(model.module).requires_grad_(False)
+    for _ in range(2):
+        fit(model, sgd(model), rows_of(rank))
+        if is_right or rank == 0:
+            for mine, other in zip(average.parameters(), model.parameters(), strict=True):
+                mine.lerp_(other.detach(), 0.5)
+        dist.all_reduce(average(next(rows_of(10 + rank))).sum())
+
+
+@pair("rows-in-other-order")
+def predictions_come_rank_after_rank(rank: int, is_right: bool) -> None:
+    begin()
+    rows = data(16)
+    loader = DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows, shuffle=False))
+    mine = torch.cat([batch for (batch,) in loader]).to(DEVICE)
+    parts = [torch.empty_like(mine) for _ in range(RANKS)]
+    dist.all_gather(parts, mine)
+    predicted = torch.stack(parts, 1).flatten(0, 1) if is_right else torch.cat(parts)
+    F.mse_loss(predicted, rows.tensors[0].to(DEVICE))
+
+
+@pair("recomputed-with-other-dropout", has_ranks=False)
+def random_state_is_not_restored(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 1)).to(DEVICE)
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        result: Any = checkpoint(model, rows, use_reentrant=False, preserve_rng_state=is_right)
+        result.square().mean().backward()
+        optimizer.step()
 
 
 # Memory and files

@@ -52,6 +52,11 @@ totals           totals that ranks add up again, with what they have added up be
 outputs          collectives that write on one tensor what several ranks give
 unmatched_names  checkpoints of other names than those of the model that loads them
 gradient_hooks   hooks of gradients whose result is no mean over ranks
+untrained_copies  models that ranks train together, and copies of them that nobody trains
+unlike_models    models that all ranks call without gradients, and that differ
+gathered_orders  rows that are gathered in another order than what they are compared with
+recomputed       dropout that drops other values when a part is computed again
+divided_rows     rows that differ between ranks which divide a model
 session          one run of a program
 watching         a block in which lints watch a program
 lint_training    lints for tests

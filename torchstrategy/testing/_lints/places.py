@@ -76,6 +76,24 @@ def calls_of_the_user() -> Iterator[FrameType]:
     return (frame for frame in _frames() if is_the_users(frame))
 
 
+def lines_around(module: str) -> tuple[Place | None, Place | None]:
+    """The innermost lines of the program on both sides of functions of a module from which an operator comes.
+
+    The first one is called by them, and the second one calls them. Both are None if it comes from elsewhere.
+    """
+    inside: Place | None = None
+    is_there = False
+    for frame in _frames():
+        if frame.f_globals.get("__name__") == module:
+            is_there = True
+        elif is_the_users(frame):
+            place = Place(frame.f_code.co_filename, frame.f_lineno)
+            if is_there:
+                return inside, place
+            inside = inside or place
+    return None, None
+
+
 def is_within(module: str) -> bool:
     """Whether an operator comes from a function of a module."""
     return next(frames_of(module), None) is not None

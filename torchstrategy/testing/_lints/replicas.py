@@ -123,6 +123,11 @@ class Replicas(Lint):
             return [finding("reduced-over-wrong-group", *wrong)]
         return [self._finding(members) for members in grouped.values()] + self._partial()
 
+    def have_parted(self, key: tuple[Any, ...]) -> bool:
+        """Whether the copies with a key have parted after some step, even if they came together again."""
+        copies = self._copies.get(key)
+        return copies is not None and copies.parted is not None
+
     def _most_are_reduced(self, optimizer: int) -> bool:
         """Whether the gradients of most parameters of an optimizer are alike, of those that begin with other numbers.
 

@@ -18,12 +18,14 @@ from torchstrategy.testing._lints.biases import Biases
 from torchstrategy.testing._lints.checkpoints import Checkpoints
 from torchstrategy.testing._lints.clipping import Clipping
 from torchstrategy.testing._lints.divided import Divided
+from torchstrategy.testing._lints.divided_rows import DividedRows
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
 from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.frozen_norms import FrozenNorms
 from torchstrategy.testing._lints.gathered import Gathered
+from torchstrategy.testing._lints.gathered_orders import GatheredOrders
 from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.gradient_hooks import GradientHooks
 from torchstrategy.testing._lints.horizons import Horizons
@@ -38,6 +40,7 @@ from torchstrategy.testing._lints.padding import Padding
 from torchstrategy.testing._lints.places import way_here
 from torchstrategy.testing._lints.positives import Positives
 from torchstrategy.testing._lints.process_groups import ProcessGroups
+from torchstrategy.testing._lints.recomputed import Recomputed
 from torchstrategy.testing._lints.repeated_epochs import RepeatedEpochs
 from torchstrategy.testing._lints.replaced_optimizers import ReplacedOptimizers
 from torchstrategy.testing._lints.replicas import Replicas
@@ -51,6 +54,7 @@ from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._lints.ties import Ties
 from torchstrategy.testing._lints.totals import Totals
+from torchstrategy.testing._lints.unlike_models import UnlikeModels
 from torchstrategy.testing._lints.unmatched_names import UnmatchedNames
 from torchstrategy.testing._lints.unreduced import Unreduced
 from torchstrategy.testing._lints.unsharded import Unsharded
@@ -65,7 +69,6 @@ _MOST_BACKWARDS = 1000  # without a step
 
 # Those that nobody else has to know.
 _LINTS: tuple[Callable[[], Lint], ...] = (
-    Replicas,
     Rows,
     Streams,
     Averages,
@@ -94,6 +97,9 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     Padding,
     Totals,
     GradientHooks,
+    GatheredOrders,
+    Recomputed,
+    DividedRows,
 )
 
 
@@ -110,10 +116,12 @@ class Session:
         self._facts: dict[int, Facts] = {}
         frozen, checkpoints, gathered, zeroed, modes = FrozenNorms(), Checkpoints(), Gathered(), Zeroed(), Modes()
         self._waits, self._files = Waits(), Files()
-        self._followers: list[Follower] = [gathered, zeroed, modes, self._waits]
+        replicas = Replicas()
+        unlike = UnlikeModels(replicas.have_parted)
+        self._followers: list[Follower] = [gathered, zeroed, modes, self._waits, unlike]
         of_others = [frozen, FewStatistics(frozen.has_found), *self._followers, self._files]
         of_others += [checkpoints, Resumes(checkpoints), RepeatedEpochs(checkpoints)]
-        self._lints: list[Lint] = [*(make() for make in _LINTS), *of_others]
+        self._lints: list[Lint] = [replicas, *(make() for make in _LINTS), *of_others]
         self._seen: dict[Any, list[Seen]] = defaultdict(list)
         for lint in self._lints:
             for operator, seen in lint.operators().items():
