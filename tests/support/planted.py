@@ -367,6 +367,27 @@ def set_epoch_is_missing(rank: int, is_right: bool) -> None:
     fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler if is_right else None, lr=1e-4)
 
 
+class BatchesOfSampler:
+    """Batches of the program's own, as those that put sequences of one length together."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = list(self.sampler)
+        return iter([sorted(rows[i : i + 4]) for i in range(0, len(rows), 4)])
+
+
+@pair("same-order")
+def set_epoch_is_called_on_the_sampler_of_the_loader(rank: int, is_right: bool) -> None:
+    """With `batch_sampler=`, `loader.sampler` is a sequential one that a loader makes and never uses."""
+    begin()
+    batches = BatchesOfSampler(DistributedSampler(data(), shuffle=True))
+    loader: Any = DataLoader(data(), batch_sampler=batches)
+    set_on = batches.sampler if is_right else loader.sampler
+    fit_epochs(loader, rank, set_on if hasattr(set_on, "set_epoch") else None, lr=1e-4)
+
+
 @pair("same-order", has_ranks=False)
 def generator_is_seeded_in_each_epoch(rank: int, is_right: bool) -> None:
     torch.manual_seed(0)
@@ -563,6 +584,21 @@ def gradients_are_divided_by_the_ranks(rank: int, is_right: bool) -> None:
         if not is_right:
             for parameter in model.parameters():
                 parameter.grad /= RANKS
+        optimizer.step()
+
+
+@pair("loss-divided-twice")
+def sum_is_divided_by_the_tokens_of_all_ranks(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank)):
+        mask = torch.arange(4, device=DEVICE) <= (step + rank) % 4
+        tokens = mask.sum()
+        dist.all_reduce(tokens)
+        optimizer.zero_grad()
+        total = (model(rows).square().flatten() * mask).sum()
+        (total * RANKS / tokens if is_right else total / tokens).backward()
         optimizer.step()
 
 

@@ -348,6 +348,42 @@ def last_sum_is_over_fewer_rows(rank: int) -> None:
         optimizer.step()
 
 
+def tokens_of_all(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of a rank count, and how many those of all ranks are."""
+    mask = torch.arange(4, device=DEVICE) <= (step + rank) % 4
+    tokens = mask.sum()
+    dist.all_reduce(tokens)
+    return mask, tokens
+
+
+@in_ranks
+def sums_by_the_tokens_of_all_ranks_are_added(rank: int) -> None:
+    begin()
+    model = make_model()
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank)):
+        mask, tokens = tokens_of_all(step, rank)
+        optimizer.zero_grad()
+        ((model(rows).square().flatten() * mask).sum() / tokens).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+
+@in_ranks
+def averaged_gradients_of_sums_are_multiplied(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank)):
+        mask, tokens = tokens_of_all(step, rank)
+        optimizer.zero_grad()
+        ((model(rows).square().flatten() * mask).sum() / tokens).backward()
+        for parameter in model.parameters():
+            parameter.grad *= RANKS
+        optimizer.step()
+
+
 @in_ranks
 def hits_of_equal_shares_are_averaged(rank: int) -> None:
     begin()

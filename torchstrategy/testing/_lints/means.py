@@ -16,7 +16,7 @@ from torchstrategy.testing._lints.fingerprints import can_be_read, number_of
 from torchstrategy.testing._lints.known import Known
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import Place, here, in_words
-from torchstrategy.testing._lints.scales import accumulated, factor_of, factor_of_gradients
+from torchstrategy.testing._lints.scales import accumulated, factor_of, factor_of_gradients, ranks_of
 from torchstrategy.testing._ranks.witnesses import Told
 
 _MOST_NUMBERS, _MOST_STEPS, _MATTERS = 1000, 10_000, 0.05
@@ -39,6 +39,16 @@ class _Brought(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class _Total(NamedTuple):
+    """A sum that one rank has divided by a number, to be reduced as a mean."""
+
+    divisor: float
+    most: float  # how many numbers were added up: no count of them is larger
+    place: Place
+    ranks: tuple[int, ...]
+    reduced: tuple[Hashable, ...]  # the keys of the numbers that the rank has added up over ranks in this step
+
+
 @final
 class Means(Lint):
     """Follows means until they are reduced, and compares over how many numbers they are on each rank."""
@@ -49,6 +59,9 @@ class Means(Lint):
         self._metrics: dict[Hashable, dict[int, _Brought]] = defaultdict(dict)
         self._losses: dict[int, dict[int, _Brought]] = defaultdict(dict)  # by step and rank
         self._sums: dict[int, dict[int, _Brought]] = defaultdict(dict)  # losses that are a sum, divided by a number
+        self._totals: dict[int, dict[int, _Total]] = defaultdict(dict)  # the same by the number of all ranks
+        self._brought: dict[Hashable, dict[int, float]] = defaultdict(dict)  # single numbers that ranks add up
+        self._reduced: dict[int, list[Hashable]] = defaultdict(list)  # of a step, by rank
         self._called_with: dict[int, int] = {}  # how many rows a model was called with last, by rank
         self._accumulated: dict[Place, list[Counts]] = defaultdict(list)
 
@@ -71,7 +84,13 @@ class Means(Lint):
         if is_of_torch or not is_reduced or len(told.ranks) < 2 or len(told.gives) != 1:
             return
         (tensor,) = told.gives
-        if tensor.numel() != 1 or not tensor.is_floating_point():
+        if tensor.numel() != 1:
+            return
+        number = number_of(tensor) if can_be_read(tensor) and told.detail.startswith("sum") else None
+        if number is not None and number.is_integer() and len(self._brought) < _MOST_STEPS:
+            self._brought[told.key][facts.rank] = number
+            self._reduced[facts.rank].append(told.key)
+        if not tensor.is_floating_point():
             return
         mean = self._known[facts.rank].get(tensor)
         count = mean.over if mean is not None and mean.is_mean else self._count_of_number(facts.rank, tensor)
@@ -83,6 +102,7 @@ class Means(Lint):
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         calls = [call for call in facts.backwards if call.is_plain]
         self._steps_with_a_sum(facts, calls)
+        self._steps_with_a_total(facts, calls)
         several = accumulated(calls) or calls
         factor, micro = factor_of(several) if several else None, len(several)
         if factor is None or abs(factor * micro - 1) > 1e-6 or factor_of_gradients(facts, several) is None:
@@ -114,6 +134,46 @@ class Means(Lint):
         if sums and are_means and are_counts and factor is not None and factor in (1, 1 / len(ranks)):
             self._sums[facts.steps][facts.rank] = _Brought(counts, calls[0].place, ranks)
 
+    def _steps_with_a_total(self, facts: Facts, calls: Sequence[Backward]) -> None:
+        """Notes by how many numbers of all ranks a rank has divided a sum, of which the ranks take the mean."""
+        reduced, sums = self._reduced.pop(facts.rank, []), []
+        if len(calls) == 1 and reduced and facts.steps < _MOST_STEPS:
+            sums = [term for term in calls[0].terms if term.summed is not None and term.divisors]
+        if len(sums) != 1 or factor_of_gradients(facts, calls) != 1:
+            return
+        (term,) = sums
+        ranks, is_summed = ranks_of(facts, calls)
+        divisor = term.divisors[-1]
+        if ranks > 1 and not is_summed and term.summed is not None and abs(term.factor * divisor - 1) <= 1e-6:
+            total = _Total(divisor, term.summed, calls[0].place, facts.companions(), tuple(reduced))
+            self._totals[facts.steps][facts.rank] = total
+
+    def _is_of_all(self, by_rank: dict[int, _Total]) -> bool:
+        """Whether all ranks have divided by the same number, which is the sum of what they count."""
+        totals = list(by_rank.values())
+        if len({total.divisor for total in totals}) > 1:
+            return False
+        for key in totals[0].reduced:
+            counts = self._brought[key]
+            are_counts = all(0 < counts.get(rank, 0) <= total.most for rank, total in by_rank.items())
+            if are_counts and len(counts) == len(by_rank) and sum(counts.values()) == totals[0].divisor:
+                return True
+        return False
+
+    def _divided_by_all(self) -> list[Finding | None]:
+        """The places where most losses were divided by the numbers of all ranks, and then averaged."""
+        by_place: dict[Place, list[dict[int, _Total]]] = defaultdict(list)
+        for by_rank in self._totals.values():
+            first = by_rank[min(by_rank)]
+            if len(by_rank) == len(first.ranks):
+                by_place[first.place].append(by_rank)
+        found = []
+        for those in by_place.values():
+            wrong = list(filter(self._is_of_all, those))
+            if 2 * len(wrong) > len(those):
+                found.append(_of_all_ranks(wrong[0], len(wrong), len(those)))
+        return found
+
     @override
     def calls(self, facts: Facts, model: Model, args: Sequence[Any]) -> None:
         rows = next((arg.shape[0] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 0), None)
@@ -126,6 +186,7 @@ class Means(Lint):
         losses = self._uneven(list(self._losses.values()), _differ)
         losses += self._uneven(list(self._sums.values()), _are_apart)
         found = [_of_metric(*case) for case in metrics] + [_of_loss(*case) for case in losses]
+        found += self._divided_by_all()
         for place, steps in self._accumulated.items():
             uneven = [counts for counts in steps if len(set(counts)) > 1]
             if 2 * len(uneven) > len(steps):
@@ -264,6 +325,19 @@ def _of_loss(by_rank: dict[int, _Brought], uneven: int, total: int) -> Finding |
         f"count the same ({uneven} of {total} steps).",
         "Divide the sum of each rank by the number of all ranks, `loss = total * ranks / number_of_all`, or give all "
         "ranks the same number.",
+        places,
+    )
+
+
+def _of_all_ranks(by_rank: dict[int, _Total], wrong: int, steps: int) -> Finding | None:
+    first, places = by_rank[min(by_rank)], [total.place for total in by_rank.values()]
+    count = len(by_rank)
+    return finding(
+        "loss-divided-twice",
+        f"The losses at {in_words(places)} are sums divided by {first.divisor:g}, which is the number of all {count} "
+        f"ranks, and their gradients are averaged over the ranks: they are 1/{count} of those of the mean ({wrong} of "
+        f"{steps} steps).",
+        "Multiply by the number of ranks, `loss = total * ranks / number_of_all`.",
         places,
     )
 

@@ -180,21 +180,28 @@ def _is_shuffled(sampler: Any) -> bool:
     return isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False))
 
 
+def _shuffling(sampler: Any) -> Any:
+    """What shuffles the rows: a sampler, or one that a batch sampler of the program's own has; None if nothing does."""
+    if _is_shuffled(sampler):
+        return sampler
+    held = getattr(sampler, "__dict__", {}).values()
+    return next((one for one in held if isinstance(one, DistributedSampler) and one.shuffle), None)
+
+
 def _same_order(loader: _Loader) -> Finding | None:
-    epochs = loader.training()
-    if not _is_shuffled(loader.sampler) or len(epochs) < 2:
+    epochs, sampler = loader.training(), _shuffling(loader.sampler)
+    if sampler is None or len(epochs) < 2:
         return None
     first, second = epochs[0].rows, epochs[1].rows
     count = min(len(first), len(second))
     if count < _ENOUGH or first[:count] != second[:count]:
         return None
-    has_epochs = hasattr(loader.sampler, "set_epoch")
-    write = (
-        "Call `sampler.set_epoch(epoch)` at the beginning of each epoch."
-        if has_epochs
-        else "Seed its generator once, before the first epoch."
-    )
-    kind = type(loader.sampler).__name__
+    write = "Seed its generator once, before the first epoch."
+    if hasattr(sampler, "set_epoch"):
+        write = "Call `sampler.set_epoch(epoch)` at the beginning of each epoch."
+        if sampler is not loader.sampler:
+            write += " It is that of the batch sampler: `loader.sampler` is another one."
+    kind = type(sampler).__name__
     return finding(
         "same-order",
         f"The loader that is read at {loader.place} is shuffled by a {kind}, and the first {count} rows of the second "

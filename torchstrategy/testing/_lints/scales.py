@@ -87,7 +87,7 @@ class Scales(Lint):
         if loss is None or gradient is None:
             return
         total, micro = loss * gradient, len(calls)
-        ranks, is_summed = self._ranks(facts, calls)
+        ranks, is_summed = ranks_of(facts, calls)
         count = self._counts[last.place]
         if micro > 1 and _is(total, 1):
             self._note(count, "loss-not-divided", _not_divided(micro, last.place))
@@ -105,18 +105,6 @@ class Scales(Lint):
     def _note(self, count: _Count, name: str, case: _Case) -> None:
         count.wrong[name] += 1
         count.cases.setdefault(name, case)
-
-    def _ranks(self, facts: Facts, calls: Sequence[Backward]) -> tuple[int, bool]:
-        """Among how many ranks gradients are reduced, and whether as a sum; 0 if nobody knows."""
-        called = [model for model in facts.models if model.key in facts.called]
-        if called:
-            is_known = not facts.reduced and not has_hook_of_gradients(called[0].model())
-            return (len(called[0].ranks), False) if is_known else (0, False)
-        of_calls = set().union(*(call.changed for call in calls))
-        ways = {facts.reduced.get(address) for own, address in facts.gradients.items() if own in of_calls}
-        if ways == {"sum"}:
-            return len(facts.reducers), True
-        return (len(facts.reducers), False) if ways == {"avg"} else (0, False)
 
     def _is_of_ranks(
         self, facts: Facts, loss: float, gradient: float, total: float, ranks: int, is_summed: bool
@@ -152,6 +140,19 @@ def accumulated(calls: Sequence[Backward]) -> list[Backward]:
         by_way[call.way].append(call)
     several = max(by_way.values(), key=len, default=[])
     return several if len(several) > 1 and set.intersection(*(call.changed for call in several)) else []
+
+
+def ranks_of(facts: Facts, calls: Sequence[Backward]) -> tuple[int, bool]:
+    """Among how many ranks gradients are reduced, and whether as a sum; 0 if nobody knows."""
+    called = [model for model in facts.models if model.key in facts.called]
+    if called:
+        is_known = not facts.reduced and not has_hook_of_gradients(called[0].model())
+        return (len(called[0].ranks), False) if is_known else (0, False)
+    of_calls = set().union(*(call.changed for call in calls))
+    ways = {facts.reduced.get(address) for own, address in facts.gradients.items() if own in of_calls}
+    if ways == {"sum"}:
+        return len(facts.reducers), True
+    return (len(facts.reducers), False) if ways == {"avg"} else (0, False)
 
 
 def factor_of(calls: Sequence[Backward]) -> float | None:
