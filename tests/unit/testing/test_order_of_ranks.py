@@ -190,6 +190,23 @@ def test_another_order_is_told_by_names_or_lines(program: Callable[[int], None],
         )
 
 
+@pytest.mark.parametrize("others", ["bca", "cab", "cba", "bacd", "bcda"])
+def test_entries_in_any_other_order_are_told(others: str) -> None:
+    """Each name stands beside another one, and no two of `a`, `b` and `c` have changed places: that was not told."""
+
+    def main(rank: int) -> None:
+        begin()
+        hits = {name: torch.ones(2) for name in (sorted(others) if rank == 0 else others)}
+        for name in hits:
+            dist.all_reduce(hits[name])
+
+    with pytest.raises(RanksStopped, match="called collectives of the same size in another order") as caught:
+        run_ranks(main, 2)
+    told = str(caught.value)
+    ring = [name for name in "abcd" if f"`hits['{name}']`" in told]
+    assert len(ring) > 1 and all(told.count(f"`hits['{name}']`") == 2 for name in ring)  # once on each rank
+
+
 def round_robin(rank: int) -> None:
     for root in range(2):
         if rank == root:
@@ -236,6 +253,19 @@ def buffers_by_turns(rank: int) -> None:
         now, later = later, now
 
 
+def three_buffers_by_turns(rank: int) -> None:
+    first, second, third = (torch.ones(2) for _ in range(3))
+    for _ in range(7):
+        dist.all_reduce(first)
+        first, second, third = second, third, first
+
+
+def names_of_its_own(rank: int) -> None:
+    hits = {f"{name} of rank {rank}": torch.ones(2) for name in "abc"}
+    for name in hits:
+        dist.all_reduce(hits[name])
+
+
 def groups_by_parity(rank: int) -> None:
     groups = [dist.new_group([0]), dist.new_group([1])]
     a, b = torch.ones(2), torch.ones(2)
@@ -245,7 +275,16 @@ def groups_by_parity(rank: int) -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [round_robin, each_rank_has_its_branch, one_name_more, branches_by_turns, buffers_by_turns, groups_by_parity],
+    [
+        round_robin,
+        each_rank_has_its_branch,
+        one_name_more,
+        branches_by_turns,
+        buffers_by_turns,
+        three_buffers_by_turns,
+        names_of_its_own,
+        groups_by_parity,
+    ],
 )
 def test_a_right_program_is_not_told_of_an_order(program: Callable[[int], None]) -> None:
     def main(rank: int) -> None:

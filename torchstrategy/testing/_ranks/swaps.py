@@ -3,9 +3,10 @@
 Two ranks add up `a` and `b`, one the other way round. The sizes are the same, so nothing stops, and each tensor holds
 a sum of both.
 
-Note [What is a swap]: Once, rank 0 had `a` where rank 1 had `b`; and once, rank 0 had `b` where rank 1 had `a`. One of
-the two alone is no fault: each rank may have names, and lines, of its own. Where a collective has a root, ranks change
-roles, and call `tensor` and `buffer` by turns; so only those without a root are compared.
+Note [What is a swap]: Once, rank 0 had `a` where rank 1 had `b`; and once, rank 0 had `b` where rank 1 had `a`. Or rank
+1 had `c` there, and `a` where rank 0 had `c`: a ring of any length, as where two ranks go through the same names in
+other orders. A part of a ring is no fault: each rank may have names, and lines, of its own. Where a collective has a
+root, ranks change roles, and call `tensor` and `buffer` by turns; so only those without a root are compared.
 """
 
 from __future__ import annotations
@@ -52,12 +53,32 @@ class Swaps:
         if not here or not there:
             return None
         seen = self._seen.setdefault((group, first.rank, other.rank), {})
-        for (before_here, before_there), (before, before_other) in seen.items():
-            if here & before_there and there & before_here:
-                return _message((before, before_other), (first, other), (before_here, before_there))
+        ring = _ring(seen, here, there)
+        if ring is not None:
+            return _message([*ring, (first, other)])
         if len(seen) < _MOST_KEPT:
             seen[here, there] = first, other
         return None
+
+
+def _ring(
+    seen: dict[tuple[_Names, _Names], tuple[Said, Said]], here: _Names, there: _Names
+) -> list[tuple[Said, Said]] | None:
+    """What was called before, so that the second rank has come round to what the first one calls now; None: nothing.
+
+    Of several ways it is the shortest one.
+    """
+    reached, ways = [there], [list[tuple[Said, Said]]()]
+    left = dict(seen)
+    for names, way in zip(reached, ways, strict=True):  # both grow meanwhile
+        for (before_here, before_there), called in list(left.items()):
+            if names & before_here:
+                if before_there & here:
+                    return [*way, called]
+                del left[before_here, before_there]
+                reached.append(before_there)
+                ways.append([*way, called])
+    return None
 
 
 def _apart(first: Said, other: Said) -> tuple[_Names, _Names]:
@@ -69,14 +90,17 @@ def _apart(first: Said, other: Said) -> tuple[_Names, _Names]:
     return frozenset((first.line,)), frozenset((other.line,))
 
 
-def _message(before: tuple[Said, Said], now: tuple[Said, Said], names: tuple[_Names, _Names]) -> str:
+def _message(called: list[tuple[Said, Said]]) -> str:
+    """What two ranks have called at the same times."""
     rows = []
     for place in (0, 1):
-        mine, others = min(names[place]), min(names[1 - place])
-        rows.append(f"  rank {now[place].rank}: {before[place].words} of `{mine}`")
-        rows.append(f"          {now[place].words} of `{others}`")
+        for number, pair in enumerate(called):
+            names = _apart(*pair)[place]
+            start = "         " if number else f"  rank {pair[place].rank}:"
+            rows.append(f"{start} {pair[place].words} of `{min(names)}`")
+    first, other = called[0]
     return (
-        f"Ranks {now[0].rank} and {now[1].rank} have called collectives of the same size in another order:\n"
+        f"Ranks {first.rank} and {other.rank} have called collectives of the same size in another order:\n"
         + "\n".join(rows)
         + "\nEach tensor has numbers of both. Call them in the same order on all ranks."
     )
