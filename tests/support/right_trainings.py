@@ -385,6 +385,20 @@ def averaged_gradients_of_sums_are_multiplied(rank: int) -> None:
 
 
 @in_ranks
+def tasks_come_in_another_order(rank: int) -> None:
+    """Each task has as many rows on all ranks; a rank adds the losses in the order in which the tasks come to it."""
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        tasks = (rows[:1], rows[1:]) if rank else (rows[1:], rows[:1])
+        optimizer.zero_grad()
+        outputs = [model(task) for task in tasks]
+        sum(output.square().mean() for output in outputs).backward()
+        optimizer.step()
+
+
+@in_ranks
 def hits_of_equal_shares_are_averaged(rank: int) -> None:
     begin()
     hits = torch.tensor(3.0 + rank, device=DEVICE)

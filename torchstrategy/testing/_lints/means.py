@@ -114,7 +114,8 @@ class Means(Lint):
         if accumulated(calls) and len(counts) == micro:
             self._accumulated[place].append(counts)
         if len(ranks) > 1:
-            self._losses[facts.steps][facts.rank] = _Brought(counts, place, ranks)
+            # Of several tasks, ranks may add the losses in other orders, each in that of its own rows.
+            self._losses[facts.steps][facts.rank] = _Brought(tuple(sorted(filter(None, counts))), place, ranks)
 
     def _steps_with_a_sum(self, facts: Facts, calls: Sequence[Backward]) -> None:
         """Notes by how many numbers a rank has divided a sum to have a mean: the loss of one call of `backward`."""
@@ -132,7 +133,7 @@ class Means(Lint):
         )
         factor = factor_of_gradients(facts, calls)
         if sums and are_means and are_counts and factor is not None and factor in (1, 1 / len(ranks)):
-            self._sums[facts.steps][facts.rank] = _Brought(counts, calls[0].place, ranks)
+            self._sums[facts.steps][facts.rank] = _Brought(tuple(sorted(counts)), calls[0].place, ranks)
 
     def _steps_with_a_total(self, facts: Facts, calls: Sequence[Backward]) -> None:
         """Notes by how many numbers of all ranks a rank has divided a sum, of which the ranks take the mean."""
