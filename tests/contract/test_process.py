@@ -69,6 +69,10 @@ EVERYWHERE = """
                 return
             if event not in ("call", "c_return"):
                 return
+            # Before 3.11, what a profiler raises where a generator goes on ends it without its `finally`. What a
+            # signal's handler raises does not.
+            if sys.version_info < (3, 11) and event == "call" and frame.f_lasti >= 0:
+                return
             seen += 1
             if number is None or seen == number:
                 what = f"after {argument.__name__}()" if event == "c_return" else "on entry"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torchstrategy._group.workers import LONE
 from torchstrategy._run.own.parameter_values import ValuesOfParameters
@@ -33,6 +34,14 @@ def test_a_write_on_all_of_a_tensor_shows_in_the_first_round(edited: int) -> Non
 def test_a_write_on_any_element_shows_once_all_slices_had_their_turn(edited: int, element: int) -> None:
     before, after = marks_of(9), marks_of(9, edited, element)
     assert before != after
+
+
+def test_a_tensor_that_wraps_others_is_not_read() -> None:
+    """It has no memory of its own: to read at its address would end the process."""
+    wrapping = nn.Parameter(TwoTensor(torch.ones(2000), torch.zeros(2000)))
+    values = ValuesOfParameters(LONE)
+    values.take(TrainedTensors([nn.ParameterList([wrapping])], [], averages_buffers=True))
+    assert len({values.mark() for _ in range(4)}) == 1
 
 
 def test_tensors_without_elements_and_no_tensors_have_marks() -> None:

@@ -65,8 +65,9 @@ class ValuesOfParameters:
         self._next += 1
         num_slices = (tensor.numel() + _SLICE - 1) // _SLICE or 1
         begin = self._num_rounds % num_slices * _SLICE
-        # To read the memory of an accelerator, the host would wait for it.
-        if not (tensor.is_cpu and tensor.is_contiguous()):
+        # To read the memory of an accelerator, the host would wait for it. A subclass that wraps other tensors, as a
+        # quantized one does, has no memory of its own.
+        if not (tensor.is_cpu and tensor.is_contiguous() and tensor.data_ptr()):
             return 0
         return checksum_of_slice(tensor, begin, begin + _SLICE)
 
