@@ -68,6 +68,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "shapes",
             "sync_debug",
             "thread_modes",
+            "uses",
         },  # which devices there are, and what happens on them
         {"words"},
         {"fakes", "generators", "program", "streams"},

@@ -13,6 +13,7 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     program       what the program itself does with memory of the CPU, and on which of its lines
     checksums     writes on pinned memory that torch does not see
     memory        one piece of CPU memory, as a tensor of a simulated device and as one of the CPU
+    uses          what was done last with each part of a storage
     recorder      which stream waits for which, and where none does and should
     accounts      how many bytes each device holds
     kernels       how any operator is run

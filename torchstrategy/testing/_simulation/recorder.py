@@ -10,7 +10,6 @@ reads or writes while the program goes on.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +33,7 @@ from torchstrategy.testing._simulation.listeners import (
 )
 from torchstrategy.testing._simulation.ordinals import is_simulated
 from torchstrategy.testing._simulation.program import users_line, watching_the_cpu
+from torchstrategy.testing._simulation.uses import WHOLE, Span, Uses
 
 Clock = dict[Stream, int]
 """For each stream, how many of its pieces of work are done."""
@@ -59,39 +59,27 @@ class _Place(NamedTuple):
     """A part of a storage."""
 
     address: int  # of the storage
-    begin: int  # the first byte in it
-    end: float  # one behind the last byte; infinite for all of it
-
-
-class _Use(NamedTuple):
-    """A piece of work that reads or writes some bytes of a storage."""
-
-    work: _Work
-    begin: int
-    end: float
-
-    def overlaps(self, place: _Place) -> bool:
-        """Whether it uses any byte of a place in the same storage."""
-        return self.begin < place.end and place.begin < self.end
-
-    def is_within(self, place: _Place) -> bool:
-        """Whether it uses no byte outside of a place in the same storage."""
-        return place.begin <= self.begin and self.end <= place.end
+    span: Span
 
 
 @final
 class _Memory:
     """The last uses of a piece of memory, for which its next use may have to wait."""
 
-    def __init__(self, home: Stream | None, written: Iterable[_Use] = ()) -> None:
+    def __init__(self, home: Stream | None) -> None:
         # The stream that may reuse the memory when it is free. None: it was allocated before the record began.
         self.home = home
-        self.written = list(written)
-        self.read: list[_Use] = []
+        self.written: Uses[_Work] = Uses()
+        self.read: dict[Stream, Uses[_Work]] = {}  # since it was last written
         self.guarded: set[Stream] = set()  # the streams that `record_stream` named
 
+    def read_within(self, span: Span) -> list[_Work]:
+        """What has last read any byte of a span, for each stream."""
+        return [work for uses in self.read.values() for work in uses.within(span)]
 
-_MANY_USES = 64  # of one storage: from here on, those are dropped that the program has waited for
+    def all(self) -> list[_Work]:
+        """All uses of any part."""
+        return [work for uses in (self.written, *self.read.values()) for work in uses.all()]
 
 
 @final
@@ -147,8 +135,8 @@ class Recorder(Listener):
             for work in self._returned.pop(stream, ()):
                 if not self._is_before(work, stream):
                     self._reused(stream, work)
-            made_by = _Use(self._next(stream, "the operator that made it"), 0, math.inf)
-            self._memory[address] = _Memory(stream, [made_by])
+            self._memory[address] = memory = _Memory(stream)
+            memory.written.put(WHOLE, self._next(stream, "the operator that made it"))
 
     @override
     def freed(self, address: int) -> None:
@@ -159,7 +147,7 @@ class Recorder(Listener):
             # The allocator waits for what the streams that `record_stream` named have been given until now, which may
             # be work that waits for another stream.
             waited_for = (memory.home, *memory.guarded)
-            for work in [use.work for use in (*memory.written, *memory.read)]:
+            for work in memory.all():
                 is_guarded = work.stream in memory.guarded
                 if not is_guarded and not any(self._is_before(work, stream) for stream in waited_for):
                     # The stream may still wait for that work before it uses the memory again.
@@ -229,14 +217,12 @@ class Recorder(Listener):
                     continue
                 is_write = any(tensor is other for other in written)
                 does = "writes" if is_write else "reads"
-                for use in memory.written:
-                    if use.overlaps(place):
-                        self._check_with_program(name, does, use.work, "writes")
+                for work in memory.written.within(place.span):
+                    self._check_with_program(name, does, work, "writes")
                 if is_write:  # torch's own writes are seen, and change the bytes
                     self._check_checksums(functools.partial(_is_at, place.address))
-                for use in memory.read if is_write else ():
-                    if use.overlaps(place):
-                        self._check_with_program(name, does, use.work, "reads")
+                for work in memory.read_within(place.span) if is_write else ():
+                    self._check_with_program(name, does, work, "reads")
 
     # Of ranks, each has a device of its own, whose streams no other rank uses.
 
@@ -334,36 +320,29 @@ class Recorder(Listener):
         """The last uses of some memory. Work from before the record began counts as done."""
         if address not in self._memory:
             self._memory[address] = _Memory(None)
-        memory = self._memory[address]
-        if len(memory.written) + len(memory.read) > _MANY_USES:
-            memory.written = [use for use in memory.written if not self._is_over(use.work)]
-            memory.read = [use for use in memory.read if not self._is_over(use.work)]
-        return memory
-
-    def _is_over(self, work: _Work) -> bool:
-        """Whether the program has waited for a piece of work, so that all that comes later is after it."""
-        return self._host.get(work.stream, 0) >= work.time
+        return self._memory[address]
 
     def _reads(self, work: _Work, place: _Place) -> None:
         memory = self._at(place.address)
-        for use in memory.written:
-            if use.overlaps(place) and not self._is_before(use.work, work.stream):
-                self._race(work, "reads", use.work, "wrote")
-        # What comes later on this stream is after what was there before.
-        memory.read = [use for use in memory.read if use.work.stream != work.stream or not use.is_within(place)]
-        memory.read.append(_Use(work, place.begin, place.end))
+        for before in memory.written.within(place.span):
+            if not self._is_before(before, work.stream):
+                self._race(work, "reads", before, "wrote")
+        # What comes later on this stream is after what it has read before.
+        memory.read.setdefault(work.stream, Uses()).put(place.span, work)
 
     def _writes(self, work: _Work, place: _Place) -> None:
         memory = self._at(place.address)
-        for use in memory.written:
-            if use.overlaps(place) and not self._is_before(use.work, work.stream):
-                self._race(work, "writes", use.work, "wrote")
-        for use in memory.read:
-            if use.overlaps(place) and not self._is_before(use.work, work.stream):
-                self._race(work, "writes", use.work, "reads")
-        memory.written = [use for use in memory.written if not use.is_within(place)]
-        memory.written.append(_Use(work, place.begin, place.end))
-        memory.read = [use for use in memory.read if not use.is_within(place)]
+        for before in memory.written.within(place.span):
+            if not self._is_before(before, work.stream):
+                self._race(work, "writes", before, "wrote")
+        for before in memory.read_within(place.span):
+            if not self._is_before(before, work.stream):
+                self._race(work, "writes", before, "reads")
+        memory.written.put(place.span, work)
+        if place.span == WHOLE:
+            memory.read.clear()
+        for uses in memory.read.values():
+            uses.forget(place.span)
 
     def _race(self, work: _Work, does: str, other: _Work, did: str) -> None:
         self._found(
@@ -447,7 +426,7 @@ def _place(tensor: torch.Tensor) -> _Place:
     else:
         begin, end = extent(tensor)
     is_all = begin == 0 and end >= storage.nbytes()
-    return _Place(storage.data_ptr(), begin, math.inf if is_all else end)
+    return _Place(storage.data_ptr(), WHOLE if is_all else Span(begin, end))
 
 
 def check_races(record: Recorder, check: bool = True) -> None:
