@@ -587,6 +587,22 @@ def gradients_are_divided_by_the_ranks(rank: int, is_right: bool) -> None:
         optimizer.step()
 
 
+@pair("mean-of-means", has_ranks=False)
+def micro_batches_are_sums_by_their_tokens(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    masks = [torch.arange(4, device=DEVICE) <= i for i in (1, 3)]
+    tokens = sum(mask.sum() for mask in masks)
+    for step, rows in enumerate(rows_of(rank, 8)):
+        mask = masks[step % 2]
+        total = (model(rows).square().flatten() * mask).sum()
+        (total / tokens if is_right else total / mask.sum() / 2).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pair("loss-divided-twice")
 def sum_is_divided_by_the_tokens_of_all_ranks(rank: int, is_right: bool) -> None:
     begin()

@@ -15,6 +15,7 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, number_of
 from torchstrategy.testing._lints.known import Known
 from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.losses import Term
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.scales import accumulated, factor_of, factor_of_gradients, ranks_of
 from torchstrategy.testing._ranks.witnesses import Told
@@ -118,22 +119,21 @@ class Means(Lint):
             self._losses[facts.steps][facts.rank] = _Brought(tuple(sorted(filter(None, counts))), place, ranks)
 
     def _steps_with_a_sum(self, facts: Facts, calls: Sequence[Backward]) -> None:
-        """Notes by how many numbers a rank has divided a sum to have a mean: the loss of one call of `backward`."""
+        """Notes by how many numbers a rank has divided sums to have means: the losses of a step."""
         ranks, rows = facts.companions(), self._called_with.pop(facts.rank, None)
-        if len(calls) != 1 or len(ranks) < 2 or facts.steps >= _MOST_STEPS or rows == 1:
+        several = accumulated(calls) or (calls if len(calls) == 1 else [])
+        if not several or facts.steps >= _MOST_STEPS or rows == 1:
             return
-        sums = [term for term in calls[0].terms if term.summed is not None and term.divisors]
-        counts = tuple(term.divisors[-1] for term in sums)
-        # A mean of the rank: it was divided by a count of what was added, and by nothing else.
-        are_means = all(abs(term.factor * term.divisors[-1] - 1) <= 1e-6 for term in sums)
-        are_counts = all(
-            count.is_integer() and 1 < count <= term.summed
-            for count, term in zip(counts, sums, strict=True)
-            if term.summed is not None
-        )
-        factor = factor_of_gradients(facts, calls)
-        if sums and are_means and are_counts and factor is not None and factor in (1, 1 / len(ranks)):
-            self._sums[facts.steps][facts.rank] = _Brought(tuple(sorted(counts)), calls[0].place, ranks)
+        sums = [term for call in several for term in call.terms if term.summed is not None and term.divisors]
+        counts = tuple(_count_of_mean(term, len(several)) for term in sums)
+        factor = factor_of_gradients(facts, several)
+        if not sums or None in counts or factor is None or factor not in (1, 1 / max(len(ranks), 1)):
+            return
+        place = several[-1].place
+        if len(several) > 1 and len(counts) == len(several):
+            self._accumulated[place].append(counts)
+        if len(ranks) > 1:
+            self._sums[facts.steps][facts.rank] = _Brought(tuple(sorted(filter(None, counts))), place, ranks)
 
     def _steps_with_a_total(self, facts: Facts, calls: Sequence[Backward]) -> None:
         """Notes by how many numbers of all ranks a rank has divided a sum, of which the ranks take the mean."""
@@ -272,6 +272,18 @@ class Means(Lint):
         if number is None or number == int(number if np.isfinite(number) else 0):
             return None
         return self._read[rank].get(_rounded(number))
+
+
+def _count_of_mean(term: Term, micro: int) -> float | None:
+    """The count by which a sum was divided to be a mean, one of so many of a step; None if it was something else.
+
+    It was divided by a count of what was added, by the number of micro-batches, and by nothing else.
+    """
+    for count in term.divisors:
+        is_mean = abs(term.factor * count * micro - 1) <= 1e-6
+        if is_mean and count.is_integer() and term.summed is not None and 1 < count <= term.summed:
+            return count
+    return None
 
 
 def _rounded(number: float) -> float:
