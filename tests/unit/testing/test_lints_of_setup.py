@@ -72,6 +72,22 @@ def test_an_optimizer_of_a_model_that_was_copied() -> None:
     assert finding.name == "optimizer-of-other-parameters"
 
 
+def test_a_model_that_was_trained_before_is_left_alone() -> None:
+    """It was said to have got the gradients, where a test of earlier had left a model of the same shapes."""
+    earlier = make_model()
+    earlier(torch.ones(2, 4)).sum().backward()
+
+    def program() -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        for _ in range(5):
+            model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+            optimizer.step()
+
+    assert "optimizer-of-other-parameters" not in [finding.name for finding in findings_of(program)]
+
+
 def test_two_steps_without_gradients_are_left_alone() -> None:
     assert findings_of(lambda: fit(make_model(), sgd(make_model()), steps=2)) == []
 

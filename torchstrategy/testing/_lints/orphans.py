@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, NamedTuple, final
 
 import torch
 from typing_extensions import override
@@ -16,8 +16,27 @@ from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.modules import living_modules
 from torchstrategy.testing._lints.places import Place, here, in_words
+from torchstrategy.testing._lints.torch_internals import held_here
 
 _ENOUGH_STEPS = 3  # one or two steps without a gradient can be on purpose, as where a part is trained later
+
+
+class _Gradient(NamedTuple):
+    """What a rank has of a gradient, as it was at one moment."""
+
+    reference: weakref.ref[torch.Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor | None) -> _Gradient:
+        held = held_here(gradient)
+        assert held is not None
+        return cls(weakref.ref(held), held._version)
+
+    def is_left(self, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient is still this one, and nobody has added to it."""
+        held = held_here(gradient)
+        return held is not None and self.reference() is held and self.version == held._version
 
 
 @final
@@ -32,6 +51,7 @@ class _Seen:
         names: Parameters that were trained in the place of its own, by name.
         count: How many parameters it has.
         has_gradients: Whether a parameter of it had a gradient, in any step.
+        left: The gradients that parameters of no optimizer had one step before, by id, each with its version.
     """
 
     made_at: Place
@@ -40,6 +60,7 @@ class _Seen:
     names: list[str] = field(default_factory=list)
     count: int = 0
     has_gradients: bool = False
+    left: dict[int, _Gradient] = field(default_factory=dict)
 
 
 @final
@@ -71,9 +92,11 @@ class Orphans(Lint):
             return
         seen.steps += 1
         seen.steps_at = here()
+        if seen.steps == _ENOUGH_STEPS - 1:
+            seen.left = {id(one): _Gradient.of(one.grad) for _, one in self._of_no_optimizer()}
         if seen.steps == _ENOUGH_STEPS:
             seen.count = len(parameters_of(optimizer))
-            seen.names = self._trained_in_place_of(optimizer)
+            seen.names = self._trained_in_place_of(optimizer, seen.left)
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -102,18 +125,28 @@ class Orphans(Lint):
             )
         return found
 
-    def _trained_in_place_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Parameters of modules with gradients and of no optimizer; none if they are not like those of this one."""
+    def _of_no_optimizer(self) -> Iterator[tuple[str, Any]]:
+        """The parameters of modules that have gradients and are in no optimizer, with their names."""
         owned = {id(parameter) for each in list(self._seen) for parameter in parameters_of(each)}
+        for module in living_modules():
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None and id(parameter) not in owned:
+                    yield name, parameter
+
+    def _trained_in_place_of(self, optimizer: torch.optim.Optimizer, left: dict[int, _Gradient]) -> list[str]:
+        """Parameters of no optimizer that this step gives gradients; none if they are not like those of this one.
+
+        A model of earlier, whose optimizer nobody has seen, keeps the gradients that it had one step before.
+        """
         wanted = Counter(tuple(parameter.shape) for parameter in parameters_of(optimizer))
         names: dict[int, str] = {}
         there: dict[int, torch.Tensor] = {}
-        for module in living_modules():
-            for name, parameter in module.named_parameters():
-                if parameter.grad is None or id(parameter) in owned:
-                    continue
-                there[id(parameter)] = parameter
-                names[id(parameter)] = max(names.get(id(parameter), ""), name, key=len)
+        for name, parameter in self._of_no_optimizer():
+            known = left.get(id(parameter))
+            if known is not None and known.is_left(parameter.grad):
+                continue
+            there[id(parameter)] = parameter
+            names[id(parameter)] = max(names.get(id(parameter), ""), name, key=len)
         shapes = Counter(tuple(parameter.shape) for parameter in there.values())
         alike = sum((wanted & shapes).values())
         if 2 * alike < sum(wanted.values()) or not alike:
