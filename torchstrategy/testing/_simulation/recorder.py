@@ -419,14 +419,11 @@ def _places(tensors: Iterable[torch.Tensor]) -> list[_Place]:
 def _place(tensor: torch.Tensor) -> _Place:
     """The memory of a tensor; if it has gaps, they count as used."""
     storage = tensor.untyped_storage()
-    if tensor.is_contiguous():
-        size = tensor.element_size()
-        begin = int(tensor.storage_offset()) * size
-        end = begin + tensor.numel() * size
-    else:
-        begin, end = extent(tensor)
-    is_all = begin == 0 and end >= storage.nbytes()
-    return _Place(storage.data_ptr(), WHOLE if is_all else Span(begin, end))
+    address, in_all = storage.data_ptr(), storage.nbytes()
+    if tensor.nbytes >= in_all:  # as mostly
+        return _Place(address, WHOLE)
+    begin, end = extent(tensor)
+    return _Place(address, WHOLE if begin == 0 and end >= in_all else Span(begin, end))
 
 
 def check_races(record: Recorder, check: bool = True) -> None:
