@@ -292,6 +292,20 @@ def test_parts_that_overlap_in_one_element_are_a_race() -> None:
     assert len(races(use(3))) == 1
 
 
+def test_an_expanded_slot_is_that_slot() -> None:
+    """It has as many elements as the buffer, all of them at one place."""
+
+    def use(slot: int) -> Callable[[Tensors], None]:
+        def read(tensors: Tensors) -> None:
+            tensors.target[0].copy_(tensors.device.sum(), non_blocking=True)
+            tensors.target[slot].expand(8).clone()
+
+        return read
+
+    assert races(use(1)) == []
+    assert len(races(use(0))) == 1
+
+
 @pytest.mark.parametrize("columns", [slice(0, 1), slice(0, 2)])
 def test_gaps_between_the_elements_count_as_used(columns: slice) -> None:
     def use(tensors: Tensors) -> None:

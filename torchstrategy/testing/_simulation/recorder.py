@@ -324,25 +324,25 @@ class Recorder(Listener):
 
     def _reads(self, work: _Work, place: _Place) -> None:
         memory = self._at(place.address)
-        for before in memory.written.within(place.span):
-            if not self._is_before(before, work.stream):
-                self._race(work, "reads", before, "wrote")
+        self._check_order(work, "reads", memory.written.within(place.span), "wrote")
         # What comes later on this stream is after what it has read before.
         memory.read.setdefault(work.stream, Uses()).put(place.span, work)
 
     def _writes(self, work: _Work, place: _Place) -> None:
         memory = self._at(place.address)
-        for before in memory.written.within(place.span):
-            if not self._is_before(before, work.stream):
-                self._race(work, "writes", before, "wrote")
-        for before in memory.read_within(place.span):
-            if not self._is_before(before, work.stream):
-                self._race(work, "writes", before, "reads")
+        self._check_order(work, "writes", memory.written.within(place.span), "wrote")
+        self._check_order(work, "writes", memory.read_within(place.span), "reads")
         memory.written.put(place.span, work)
         if place.span == WHOLE:
             memory.read.clear()
         for uses in memory.read.values():
             uses.forget(place.span)
+
+    def _check_order(self, work: _Work, does: str, earlier: Iterable[_Work], did: str) -> None:
+        """Notes a race with each piece of earlier work that is not known to be done."""
+        for other in earlier:
+            if not self._is_before(other, work.stream):
+                self._race(work, does, other, did)
 
     def _race(self, work: _Work, does: str, other: _Work, did: str) -> None:
         self._found(
@@ -420,10 +420,10 @@ def _place(tensor: torch.Tensor) -> _Place:
     """The memory of a tensor; if it has gaps, they count as used."""
     storage = tensor.untyped_storage()
     address, in_all = storage.data_ptr(), storage.nbytes()
-    if tensor.nbytes >= in_all:  # as mostly
+    if tensor.nbytes >= in_all and tensor.is_contiguous():  # as mostly; an expanded one has a part for many elements
         return _Place(address, WHOLE)
-    begin, end = extent(tensor)
-    return _Place(address, WHOLE if begin == 0 and end >= in_all else Span(begin, end))
+    span = Span(*extent(tensor))
+    return _Place(address, WHOLE if span == (0, in_all) else span)
 
 
 def check_races(record: Recorder, check: bool = True) -> None:
