@@ -603,15 +603,21 @@ def micro_batches_are_sums_by_their_tokens(rank: int, is_right: bool) -> None:
             optimizer.zero_grad()
 
 
+def tokens_of_all(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of a rank count, and how many those of all ranks are."""
+    mask = torch.arange(4, device=DEVICE) <= (step + rank) % 4
+    tokens = mask.sum()
+    dist.all_reduce(tokens)
+    return mask, tokens
+
+
 @pair("loss-divided-twice")
 def sum_is_divided_by_the_tokens_of_all_ranks(rank: int, is_right: bool) -> None:
     begin()
     model = wrapped(make_model())
     optimizer = sgd(model)
     for step, rows in enumerate(rows_of(rank)):
-        mask = torch.arange(4, device=DEVICE) <= (step + rank) % 4
-        tokens = mask.sum()
-        dist.all_reduce(tokens)
+        mask, tokens = tokens_of_all(step, rank)
         optimizer.zero_grad()
         total = (model(rows).square().flatten() * mask).sum()
         (total * RANKS / tokens if is_right else total / tokens).backward()

@@ -43,6 +43,7 @@ from planted import (
     scaled_training,
     sgd,
     sharded_accumulation,
+    tokens_of_all,
     wait_for,
     wrapped,
 )
@@ -346,14 +347,6 @@ def last_sum_is_over_fewer_rows(rank: int) -> None:
         optimizer.zero_grad()
         (model(mine).square().sum() / len(mine)).backward()
         optimizer.step()
-
-
-def tokens_of_all(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows of a rank count, and how many those of all ranks are."""
-    mask = torch.arange(4, device=DEVICE) <= (step + rank) % 4
-    tokens = mask.sum()
-    dist.all_reduce(tokens)
-    return mask, tokens
 
 
 @in_ranks

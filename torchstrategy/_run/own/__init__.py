@@ -9,10 +9,10 @@ gradients, so that `.grad` is that of the whole batch, and the update is the sam
     wrapped_models        models in a `DistributedDataParallel`
     trained_tensors       the parameters and buffers that all workers have alike
     parameter_values      whether the workers still have the same values of these
-    gradient_plans        which gradients the workers send together, in which order, and which of them during backward
-    gradient_parts        what happens to the gradient of one parameter on its way
     counted_gradients     gradients that count by a number which travels with them
     mark_format           the numbers by which workers see, without a message, whether they are alike
+    gradient_plans        which gradients the workers send together, in which order, and which of them during backward
+    gradient_parts        what happens to the gradient of one parameter on its way
     pack_memory           the memory in which small gradients travel together
     assigned_gradients    gradients that a step puts into `.grad` itself
     settings              the settings of optimizers, which have to be alike

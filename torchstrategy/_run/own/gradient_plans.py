@@ -11,6 +11,7 @@ from typing import NamedTuple, final
 
 import torch
 
+from torchstrategy._run.own.mark_format import SUMMED
 from torchstrategy._run.own.trained_tensors import BufferLayout, TrainedTensors
 
 # What some worker has as the gradient of a parameter. The gradient of the whole batch has the greatest of these.
@@ -19,7 +20,6 @@ SEVERAL = 3  # a dense gradient that one backward adds in several parts, as reen
 
 LARGE = 1 << 18  # bytes of a gradient that is sent by itself: to pack it would take longer than to send it apart
 _FEW = 2  # so many large gradients are worth the hooks by which they are sent while backward goes on
-_SUMMED = (torch.float32, torch.float64)  # the dtypes in which the numbers of a `Mark` are exact
 
 
 class Pack(NamedTuple):
@@ -155,4 +155,4 @@ def _packs(
 
 def _holds_marks(pack: Pack) -> bool:
     # To read a number of an accelerator, the host would have to wait for all that the accelerator has to do.
-    return pack.dtype in _SUMMED and pack.device.type == "cpu"
+    return pack.dtype in SUMMED and pack.device.type == "cpu"

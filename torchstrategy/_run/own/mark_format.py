@@ -23,7 +23,9 @@ _NUM_BYTES = 2 * _BITS_OF_MARK // 8  # of the two marks
 _EXACT = 1 << 24  # up to here, float32 has each whole number
 _NO_COUNTS = (0.0,) * NUM_NUMBERS
 _HEAD = 1 + NUM_NUMBERS  # numbers before those of the two marks
-_FORMATS = {torch.float32: "f", torch.float64: "d"}  # as `struct` writes numbers of a dtype
+# The dtypes in which the numbers of a mark are exact, as `struct` names them.
+_FORMATS = {torch.float32: "f", torch.float64: "d"}
+SUMMED = frozenset(_FORMATS)
 
 
 class Mark(NamedTuple):
@@ -65,14 +67,12 @@ class MarkFormat:
     """
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
-        self._count = count
         bits = 8 if count * 255**2 < _EXACT else 4
         parts_of_byte = [_parts_of(byte, bits) for byte in range(256)]
         num_of_parts = len(parts_of_byte[0])
         self.length = _HEAD + _NUM_BYTES * num_of_parts
-        self._numbers = struct.Struct(f"{self.length}{_FORMATS[dtype]}")
         self._head = struct.Struct(f"{_HEAD}{_FORMATS[dtype]}")
-        self.num_bytes = self._numbers.size
+        self.num_bytes = struct.calcsize(f"{self.length}{_FORMATS[dtype]}")
         # Each backward writes and reads a mark, so what stands for a byte of it is made once.
         pack_parts = struct.Struct(f"{num_of_parts}{_FORMATS[dtype]}").pack
         self._written = [pack_parts(*parts) for parts in parts_of_byte]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import zlib
 from typing import Any, NamedTuple
 
 import torch
 
+from torchstrategy._base.memory import memory_at
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.memory import on_cpu
@@ -84,7 +84,7 @@ def checksum(here: torch.Tensor) -> int:
     """A checksum of the bytes of a tensor that `numbers_of` returned."""
     if not here.numel():
         return 0
-    return zlib.crc32((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
+    return zlib.crc32(memory_at(here.data_ptr(), here.nbytes))
 
 
 def few_numbers(tensor: torch.Tensor) -> list[Any] | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 import torch
@@ -48,6 +48,9 @@ class _Total(NamedTuple):
     place: Place
     ranks: tuple[int, ...]
     reduced: tuple[Hashable, ...]  # the keys of the numbers that the rank has added up over ranks in this step
+
+
+_OfRank = TypeVar("_OfRank", _Brought, _Total)
 
 
 @final
@@ -116,7 +119,7 @@ class Means(Lint):
             self._accumulated[place].append(counts)
         if len(ranks) > 1:
             # Of several tasks, ranks may add the losses in other orders, each in that of its own rows.
-            self._losses[facts.steps][facts.rank] = _Brought(tuple(sorted(filter(None, counts))), place, ranks)
+            self._losses[facts.steps][facts.rank] = _Brought(_known(counts), place, ranks)
 
     def _steps_with_a_sum(self, facts: Facts, calls: Sequence[Backward]) -> None:
         """Notes by how many numbers a rank has divided sums to have means: the losses of a step."""
@@ -133,7 +136,7 @@ class Means(Lint):
         if len(several) > 1 and len(counts) == len(several):
             self._accumulated[place].append(counts)
         if len(ranks) > 1:
-            self._sums[facts.steps][facts.rank] = _Brought(tuple(sorted(filter(None, counts))), place, ranks)
+            self._sums[facts.steps][facts.rank] = _Brought(_known(counts), place, ranks)
 
     def _steps_with_a_total(self, facts: Facts, calls: Sequence[Backward]) -> None:
         """Notes by how many numbers of all ranks a rank has divided a sum, of which the ranks take the mean."""
@@ -163,13 +166,8 @@ class Means(Lint):
 
     def _divided_by_all(self) -> list[Finding | None]:
         """The places where most losses were divided by the numbers of all ranks, and then averaged."""
-        by_place: dict[Place, list[dict[int, _Total]]] = defaultdict(list)
-        for by_rank in self._totals.values():
-            first = by_rank[min(by_rank)]
-            if len(by_rank) == len(first.ranks):
-                by_place[first.place].append(by_rank)
         found = []
-        for those in by_place.values():
+        for those in _complete_by_place(self._totals.values()):
             wrong = list(filter(self._is_of_all, those))
             if 2 * len(wrong) > len(those):
                 found.append(_of_all_ranks(wrong[0], len(wrong), len(those)))
@@ -198,13 +196,8 @@ class Means(Lint):
         self, brought: list[dict[int, _Brought]], are_uneven: Callable[[dict[int, _Brought]], bool]
     ) -> list[tuple[dict[int, _Brought], int, int]]:
         """Those places where most means were over different numbers; the last batch of an epoch is one of many."""
-        by_place: dict[Place, list[dict[int, _Brought]]] = defaultdict(list)
-        for by_rank in brought:
-            first = by_rank[min(by_rank)]
-            if len(by_rank) == len(first.ranks):
-                by_place[first.place].append(by_rank)
         cases = []
-        for those in by_place.values():
+        for those in _complete_by_place(brought):
             uneven = list(filter(are_uneven, those))
             if uneven and 2 * len(uneven) >= len(those):
                 cases.append((uneven[0], len(uneven), len(those)))
@@ -272,6 +265,21 @@ class Means(Lint):
         if number is None or number == int(number if np.isfinite(number) else 0):
             return None
         return self._read[rank].get(_rounded(number))
+
+
+def _complete_by_place(brought: Iterable[dict[int, _OfRank]]) -> list[list[dict[int, _OfRank]]]:
+    """What all ranks that belong together have brought, put together by the line of the first of them."""
+    by_place: dict[Place, list[dict[int, _OfRank]]] = defaultdict(list)
+    for by_rank in brought:
+        first = by_rank[min(by_rank)]
+        if len(by_rank) == len(first.ranks):
+            by_place[first.place].append(by_rank)
+    return list(by_place.values())
+
+
+def _known(counts: Counts) -> tuple[float, ...]:
+    """Those counts that are known, in order of their size."""
+    return tuple(sorted(count for count in counts if count is not None))
 
 
 def _count_of_mean(term: Term, micro: int) -> float | None:

@@ -148,9 +148,8 @@ class UnlikeModels(Follower):
                 called.trains = facts.steps
             elif torch.is_grad_enabled() and parameter.requires_grad:
                 called.is_trained = True
-            elif (
-                not called.is_trained and called.trains != facts.steps
-            ):  # weights that are adapted to the rows of a rank have gradients before
+            elif not called.is_trained and called.trains != facts.steps:
+                # Weights that are adapted to the rows of a rank have gradients before.
                 self._look(facts, called, parameter, args, result)
             return
 

@@ -68,16 +68,15 @@ def _ring(
 
     Of several ways it is the shortest one.
     """
-    reached, ways = [there], [list[tuple[Said, Said]]()]
     left = dict(seen)
-    for names, way in zip(reached, ways, strict=True):  # both grow meanwhile
+    ways: list[tuple[_Names, list[tuple[Said, Said]]]] = [(there, [])]
+    for names, way in ways:  # it grows meanwhile
         for (before_here, before_there), called in list(left.items()):
             if names & before_here:
                 if before_there & here:
                     return [*way, called]
                 del left[before_here, before_there]
-                reached.append(before_there)
-                ways.append([*way, called])
+                ways.append((before_there, [*way, called]))
     return None
 
 

@@ -6,7 +6,6 @@ waits for it. So the bytes are summed up when it begins, and again when the prog
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 import zlib
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import NamedTuple, final
 
 import torch
 
+from torchstrategy._base.memory import memory_at
 from torchstrategy.testing._simulation.listeners import Copy, Stream
 from torchstrategy.testing._simulation.ordinals import is_simulated
 from torchstrategy.testing._simulation.program import unwatched
@@ -96,4 +96,4 @@ def _checksum(tensor: torch.Tensor) -> int:
         tensor = tensor.contiguous()
     if not tensor.numel():
         return 0
-    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    return zlib.crc32(memory_at(tensor.data_ptr(), tensor.nbytes))
