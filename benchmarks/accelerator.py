@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import parallel_apply
 
 import torchstrategy
-from contest import PREDICTED, Contender, Contest, Row, Work, arguments, compared, hold, timed
+from contest import PREDICTED, Contender, Contest, Row, Work, arguments, clock, compared, hold, timed
 from networks import GPT2
 from torchstrategy.testing import simulate_devices, virtual_time
 
@@ -85,17 +84,6 @@ def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def note(text: str) -> None:
     """Says something beside the table."""
     print(text, file=sys.stderr, flush=True)
-
-
-def clock(device: torch.device) -> Callable[[], float]:
-    """A wall clock that waits for what is queued on a device before it is read."""
-    module = torch.get_device_module(device)
-
-    def read() -> float:
-        module.synchronize()
-        return time.perf_counter()
-
-    return read
 
 
 # One device

@@ -99,6 +99,17 @@ def timed(work: Work, repeats: int, clock: Callable[[], float] = time.thread_tim
     return measure
 
 
+def clock(device: torch.device) -> Callable[[], float]:
+    """A wall clock that waits for what is queued on a device before it is read."""
+    module = torch.get_device_module(device)
+
+    def read() -> float:
+        module.synchronize()
+        return time.perf_counter()
+
+    return read
+
+
 def in_fresh_processes(
     script: str, arguments: Sequence[Any], timeout: float = 120, before: Sequence[Sequence[str]] | None = None
 ) -> list[Any]:

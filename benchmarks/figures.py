@@ -1,19 +1,21 @@
 """What virtual time predicts, beside figures that others have published.
 
-python benchmarks/figures.py [--json FILE]
+python benchmarks/figures.py [--json FILE] [--measure DEVICE]
 
-Nothing is measured here. Constants of the cost model were fitted to the figures marked `fitted`; to those marked `seen`
-and `held out`, none was. Figures with a line `foretold` were predicted, and the predictions committed, before they were
-looked up. Then the profile of the RTX 4090, which was wrong for GeForce cards, was corrected by two of them.
+Nothing is measured here, unless you ask for it: `--measure cuda:0` takes the time of some steps on that GPU, and prints
+it beside what was predicted for an H100. Constants of the cost model were fitted to the figures marked `fitted`; to those
+marked `seen` and `held out`, none was. Figures with a line `foretold` were predicted, and the predictions committed, before
+they were looked up or measured. Then the profile of the RTX 4090, which was wrong for GeForce cards, was corrected by two of them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,11 +23,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from contest import Row, hold
+from contest import Row, arguments, clock, hold, machine, timed
 from networks import GPT2, VisionTransformer, resnet
 from torchstrategy.testing import DeviceProfile, simulate_devices, virtual_time
 
-DEVICE = "sim:0"
 HALF = {"AMP": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -40,7 +41,7 @@ class Figure(NamedTuple):
     channels_last: bool = False
     trains: bool = True
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    published: float = 1.0  # images, or rows of tokens, a second
+    published: float | None = None  # images, or rows of tokens, a second; None: nobody has measured it yet
     source: str = ""
     used: str = "seen"  # known, and no constant was fitted to it; or fitted; or held out
     foretold: float | None = None  # the ms of the prediction that was committed before the figure was looked up
@@ -68,6 +69,7 @@ EXAMPLES_A100 = "NVIDIA DeepLearningExamples, ResNet-50 v1.5, 21.03: batch 256 a
 EXAMPLES_V100 = "NVIDIA DeepLearningExamples, ResNet-50 v1.5, V100 16 GB: batch 128 assumed for FP32 and 256 for AMP"
 TIMM = "timm at aa4b5850, results/benchmark-"
 TORCHVISION = "github.com/sandeepkumar-skb/pytorch_experiments, torchvision_exp: batch 128"
+OWN = "benchmarks/figures.py --measure cuda:0"
 
 
 def timm(
@@ -157,53 +159,92 @@ FIGURES = [
         390.86,
         715.31,
     ),
+    *[
+        Figure(what, "H100", make, batch, precision, is_last, trains, sgd, rate, OWN, "held out", foretold)
+        for what, make, batch, precision, is_last, trains, rate, foretold in (
+            ("ResNet-50", lambda: resnet(50), 128, "float32", False, True, None, 96.83),
+            ("ResNet-50", lambda: resnet(50), 128, "TF32", False, True, None, 70.56),
+            ("ResNet-50", lambda: resnet(50), 128, "AMP", False, True, None, 36.51),
+            ("ResNet-50", lambda: resnet(50), 128, "AMP", True, True, None, 28.79),
+            ("ResNet-18", lambda: resnet(18), 512, "AMP", True, False, None, 10.8),
+            ("ResNet-18", lambda: resnet(18), 16, "float32", False, True, None, 5.07),
+            ("GPT-2", GPT2, 8, "float32", False, True, None, 197.52),
+            ("GPT-2", GPT2, 8, "TF32", False, True, None, 86.35),
+            ("GPT-2", GPT2, 8, "bfloat16", False, True, None, 77.56),
+            ("GPT-2, fused attention", lambda: GPT2(is_fused=True), 8, "bfloat16", False, True, None, 36.37),
+            ("ViT-B/16", lambda: VisionTransformer(768, 12, True), 128, "AMP", False, True, None, 47.0),
+            ("ViT-L/16", lambda: VisionTransformer(1024, 24, True), 256, "AMP", False, False, None, 82.7),
+        )
+    ],
 ]
 
 
 def predicted(figure: Figure) -> float:
-    """The seconds of a step."""
+    """The seconds of a step, by the model."""
     profile = OTHERS.get(figure.gpu) or DeviceProfile.named(figure.gpu)
+    # What fits is not the question here, and their batches did.
+    with precision(figure), virtual_time(replace(profile, memory=2**50), shapes_only=True) as trace:
+        step = step_of(figure, torch.device("sim", 0))
+        for _ in range(2):  # the first step makes the state of the optimizer
+            torch.accelerator.synchronize()
+            trace.mark()
+            step()
+    return trace.step(1).seconds
+
+
+def measured(figure: Figure, device: torch.device) -> float:
+    """The seconds of a step on a GPU that is here: the median of five times that a few steps take."""
+    with precision(figure):
+        step = step_of(figure, device)
+        for _ in range(5):  # kernels are chosen and loaded, and memory is taken
+            step()
+        few = timed(step, 10, clock(device))
+        return statistics.median(few() for _ in range(5))
+
+
+@contextmanager
+def precision(figure: Figure) -> Iterator[None]:
+    """A block in which products and convolutions of float32 have a figure's precision."""
     tf32 = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
     kind = "ieee" if figure.precision == "float32" else "tf32"
     torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = kind
     try:
-        # What fits is not the question here, and their batches did.
-        with virtual_time(replace(profile, memory=2**50), shapes_only=True) as trace:
-            step = trained(figure) if figure.trains else inferred(figure)
-            for _ in range(2):  # the first step makes the state of the optimizer
-                torch.accelerator.synchronize()
-                trace.mark()
-                step()
-        return trace.step(1).seconds
+        yield
     finally:
         torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = tf32
 
 
-def parts(figure: Figure) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """The network, a batch and its labels."""
+def parts(figure: Figure, device: torch.device) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """The network, a batch and its labels: random numbers, since a GPU computes with zeros faster than with others."""
     layout = torch.channels_last if figure.channels_last else torch.contiguous_format
-    with torch.device(DEVICE):
+    with device:
         model = figure.make()
         if isinstance(model, GPT2):
-            tokens = torch.zeros(figure.batch, 1024, dtype=torch.int64)
+            tokens = torch.randint(50257, (figure.batch, 1024))
             return model, tokens, tokens
-        images = torch.zeros(figure.batch, 3, 224, 224).contiguous(memory_format=layout)
-        return model.to(memory_format=layout), images, torch.zeros(figure.batch, dtype=torch.int64)
+        images = torch.randn(figure.batch, 3, 224, 224).contiguous(memory_format=layout)
+        return model.to(memory_format=layout), images, torch.randint(1000, (figure.batch,))
 
 
-def autocast(precision: str) -> torch.autocast | nullcontext[None]:
+def step_of(figure: Figure, device: torch.device) -> Callable[[], None]:
+    """What is timed: a step of training, or of inference."""
+    return (trained if figure.trains else inferred)(figure, device)
+
+
+def autocast(figure: Figure, device: torch.device) -> torch.autocast | nullcontext[None]:
     """The block in which half precision is used, if it is."""
-    return torch.autocast("sim", HALF[precision]) if precision in HALF else nullcontext()
+    half = HALF.get(figure.precision)
+    return nullcontext() if half is None else torch.autocast(device.type, half)
 
 
-def trained(figure: Figure) -> Callable[[], None]:
+def trained(figure: Figure, device: torch.device) -> Callable[[], None]:
     """A step of training."""
-    model, batch, labels = parts(figure)
+    model, batch, labels = parts(figure, device)
     optimizer = figure.optimizer(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
-        with autocast(figure.precision):
+        with autocast(figure, device):
             loss = F.cross_entropy(model(batch).flatten(0, -2), labels.flatten())
         loss.backward()
         optimizer.step()
@@ -211,13 +252,13 @@ def trained(figure: Figure) -> Callable[[], None]:
     return step
 
 
-def inferred(figure: Figure) -> Callable[[], None]:
+def inferred(figure: Figure, device: torch.device) -> Callable[[], None]:
     """A step of inference."""
-    model, batch, _ = parts(figure)
+    model, batch, _ = parts(figure, device)
     model.eval()
 
     def step() -> None:
-        with torch.no_grad(), autocast(figure.precision):
+        with torch.no_grad(), autocast(figure, device):
             model(batch)
 
     return step
@@ -228,7 +269,11 @@ def figures(rounds: int) -> Iterator[Row]:
     errors: dict[str, list[float]] = {}
     seconds = {figure: predicted(figure) for figure in FIGURES}
     for figure in FIGURES:
-        name, published = f"{named(figure)} ({figure.used})", figure.batch / figure.published
+        name = f"{named(figure)} ({figure.used})"
+        if figure.published is None:
+            yield Row(name, "predicted", seconds[figure], "ms", "", 1.0, 1.0, 1.0, None)
+            continue
+        published = figure.batch / figure.published
         yield Row(name, "published", published, "ms", "", 1.0, 1.0, 1.0, None)
         says = {"predicted": seconds[figure]}
         if figure.foretold is not None:
@@ -248,6 +293,16 @@ def figures(rounds: int) -> Iterator[Row]:
             print(f"  not {named(slow)} -> {named(fast)}", file=sys.stderr)
 
 
+def measure(device: torch.device) -> None:
+    """Prints what each of this script's own figures takes on a device, beside what was predicted."""
+    print(f"{machine()}\n\n| | measured | a second | foretold | of measured |\n|---|---:|---:|---:|---:|")
+    for figure in FIGURES:
+        if figure.source == OWN:
+            seconds, foretold = measured(figure, device), figure.foretold or math.nan
+            rate, ratio = figure.batch / seconds, foretold / 1e3 / seconds
+            print(f"| {named(figure)} | {1e3 * seconds:.2f} ms | {rate:,.1f} | {foretold:.2f} ms | {ratio:.2f} |")
+
+
 def named(figure: Figure) -> str:
     """What was measured."""
     layout = ", NHWC" if figure.channels_last else ""
@@ -260,14 +315,20 @@ def pairs() -> Iterator[tuple[Figure, Figure]]:
     for one, other in itertools.combinations(FIGURES, 2):
         alike = one[:2] == other[:2] and one.batch == other.batch and one.trains == other.trains
         is_of_one = one.source == other.source or one.source.startswith(TIMM)
-        if alike and is_of_one:
-            slow, fast = sorted((one, other), key=lambda figure: figure.published)
-            if fast.published >= 1.1 * slow.published:
+        if alike and is_of_one and one.published and other.published:
+            slow, fast = (one, other) if one.published < other.published else (other, one)
+            if max(one.published, other.published) >= 1.1 * min(one.published, other.published):
                 yield slow, fast
 
 
 CONTESTS = (figures,)
 
 if __name__ == "__main__":
-    simulate_devices(1)
-    hold(CONTESTS, __doc__ or "")
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--measure", metavar="DEVICE", type=torch.device, help="measure steps on a GPU: cuda:0")
+    told = parser.parse_args()
+    if told.measure is not None:
+        measure(told.measure)
+    else:
+        simulate_devices(1)
+        hold(CONTESTS, "", told)
