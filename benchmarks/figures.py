@@ -175,6 +175,12 @@ FIGURES = [
             ("GPT-2, fused attention", lambda: GPT2(is_fused=True), 8, "bfloat16", False, True, None, 36.37),
             ("ViT-B/16", lambda: VisionTransformer(768, 12, True), 128, "AMP", False, True, None, 47.0),
             ("ViT-L/16", lambda: VisionTransformer(1024, 24, True), 256, "AMP", False, False, None, 82.7),
+            ("ResNet-18", lambda: resnet(18), 128, "float32", False, True, None, 62.42),
+            ("ResNet-101", lambda: resnet(101), 64, "float32", False, True, None, 139.54),
+            ("ResNet-101", lambda: resnet(101), 64, "TF32", True, True, None, 45.41),
+            ("ResNet-50", lambda: resnet(50), 256, "float32", False, False, None, 102.14),
+            ("ViT-S/16", lambda: VisionTransformer(384, 12, True), 256, "TF32", False, True, None, 69.77),
+            ("GPT-2 355M", lambda: GPT2(is_fused=True, width=1024, layers=24), 8, "bfloat16", False, True, None, 71.0),
         )
     ],
 ]

@@ -67,16 +67,35 @@ def trained_alone(net: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "pageable"])
-def test_gradients_travel_as_fast_as_the_memory_of_the_parameters_allows(is_pinned: bool) -> None:
+def test_gradients_leave_as_fast_as_the_link_wherever_the_parameters_are(is_pinned: bool) -> None:
+    """Those that came to other memory came to new pages in each step: on an H100, 3 to 4 times what the link takes."""
     net = make_model(is_pinned)
     profile = DeviceProfile.named("H100")
     with record_streams(), virtual_time(profile) as trace:
         found = trained(net, trace)
-    assert all(parameter.grad is not None and parameter.grad.is_pinned() == is_pinned for parameter in net.parameters())
+    assert all(parameter.grad is not None and parameter.grad.is_pinned() for parameter in net.parameters())
     for ours, alone in zip(found, trained_alone(make_model(False)), strict=True):
         assert torch.equal(ours, alone)
-    copies = trace.step(-1).copies
-    assert {copy.is_pinned for copy in copies if copy.bytes > 2**20} == {is_pinned}
+    large = [copy for copy in trace.step(-1).copies if copy.bytes > 2**20]
+    assert {copy.is_pinned for copy in large if copy.route.endswith("cpu")} == {True}
+    assert {copy.is_pinned for copy in large if not copy.route.endswith("cpu")} == {is_pinned}
+
+
+def test_where_no_pinned_memory_is_left_gradients_come_to_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if options.get("non_blocking") and args[:1] == ("cpu",):
+            raise RuntimeError("CUDA error: out of memory")
+        return plain(tensor, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    net = make_model(is_pinned=False)
+    found = trained(net)
+    assert not any(parameter.grad is None or parameter.grad.is_pinned() for parameter in net.parameters())
+    monkeypatch.undo()
+    for ours, alone in zip(found, trained_alone(make_model(False)), strict=True):
+        assert torch.equal(ours, alone)
 
 
 # What it takes, beside what the link takes
@@ -127,9 +146,11 @@ def test_a_step_takes_little_more_than_its_optimizer_and_the_bytes_that_travel(
         torch.optim.SGD(net.parameters(), lr=0.1, foreach=True).step()
     # With the optimizer inside, values go up twice: at once, since the step may use them; and when the next run begins,
     # since the program may have written them in ways that torch does not count. A checksum would take longer.
-    moved = (3 if is_inside else 2) * sum(parameter.nbytes for parameter in net.parameters())
-    assert sum(copy.bytes for copy in trace.step(-2).copies) == pytest.approx(moved, rel=2e-3)
-    link = moved / ((trace.profile.pinned if is_pinned else trace.profile.pageable) * 1e9)
+    size = sum(parameter.nbytes for parameter in net.parameters())
+    times_up = 2 if is_inside else 1
+    assert sum(copy.bytes for copy in trace.step(-2).copies) == pytest.approx((times_up + 1) * size, rel=2e-3)
+    up = trace.profile.pinned if is_pinned else trace.profile.pageable
+    link = size * (times_up / up + 1 / trace.profile.pinned) / 1e9
     ratio = (trace.step(-2).seconds - trace.step(-1).seconds) / link
     assert 1 < ratio < BAR, ratio  # 1.04 to 1.14, where nothing is granted for launches and computing
 

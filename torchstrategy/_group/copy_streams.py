@@ -16,7 +16,6 @@ import threading
 
 import torch
 
-from torchstrategy._base.streams import on_stream
 from torchstrategy._base.types import Device
 
 
@@ -45,12 +44,12 @@ def _new_stream(device: Device, cargo: Cargo) -> torch.Stream:
         return torch.accelerator.current_stream(device)
 
 
-def begin_copy_to_host(gradient: torch.Tensor) -> torch.Tensor:
-    """A copy of a gradient of an accelerator in pinned memory of the CPU, which is there once its copy stream is done.
+def begin_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor of an accelerator in the CPU's memory, which is there once the current stream is done.
 
-    The caller keeps the gradient until then.
+    It is in pinned memory, if the machine has some left. The caller keeps the tensor until then.
     """
-    stream = copy_stream(gradient.device, Cargo.GRADIENTS)
-    stream.wait_stream(torch.accelerator.current_stream(gradient.device))
-    with on_stream(stream):
-        return gradient.to("cpu", non_blocking=True)
+    try:
+        return tensor.to("cpu", non_blocking=True)
+    except RuntimeError:  # no pinned memory is left; if that is not the reason, the next line raises the error again
+        return tensor.to("cpu")

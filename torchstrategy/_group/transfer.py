@@ -25,7 +25,7 @@ from torchstrategy._base.devices import copies_by_itself, memory_device
 from torchstrategy._base.memory import flatten
 from torchstrategy._base.streams import on_stream
 from torchstrategy._base.types import Device
-from torchstrategy._group.copy_streams import Cargo, copy_stream
+from torchstrategy._group.copy_streams import Cargo, begin_copy_to_host, copy_stream
 from torchstrategy._group.native_dtypes import (
     as_addable,
     as_sendable,
@@ -108,23 +108,25 @@ def _broadcast(writes: Sequence[Write]) -> None:
             torch_internals.foreach_copy_(tensors, arrived)
 
 
-def copy_to(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = False) -> list[torch.Tensor]:
+def copy_to(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
     """Tensors of one device, on `device`; not copied if they are there. Small ones go together, and share memory.
 
-    From an accelerator, large ones come into `pinned` memory of the CPU, if asked, which is several times faster.
+    From an accelerator to the CPU, large ones come into pinned memory: see Note [Gradients that leave early].
     """
     if not tensors or tensors[0].device == device:
         return list(tensors)
+    leave = device.type == "cpu" and copies_by_itself(tensors[0].device)
     arrived: dict[int, torch.Tensor] = {}
     for indices in _plan_transfers(tensors):
         if len(indices) == 1:
-            # To the CPU, a copy that does not block makes a tensor in pinned memory.
-            arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=copies_by_itself(device) or pinned)
+            single = tensors[indices[0]]
+            copy = begin_copy_to_host(single) if leave else single.to(device, non_blocking=copies_by_itself(device))
+            arrived[indices[0]] = copy
             continue
         like = [tensors[index] for index in indices]
         together = flatten(like)
         arrived.update(zip(indices, torch_internals.unflatten(together.to(device), like), strict=True))
-    if pinned:
+    if leave:
         torch.accelerator.current_stream(tensors[0].device).synchronize()
     return [arrived[index] for index in range(len(tensors))]
 

@@ -7,7 +7,9 @@ from typing import final
 
 import torch
 
+from torchstrategy._base.devices import copies_by_itself
 from torchstrategy._base.marks import version_of
+from torchstrategy._base.streams import on_stream
 from torchstrategy._base.torch_internals import raw_grad, unseen_by_function_modes
 from torchstrategy._copies.gradients.replica_gradients import (
     CurrentRun,
@@ -22,6 +24,9 @@ from torchstrategy._group.transfer import is_sent_alone
 # Note [Gradients that leave early]
 # Backward of a layer and the copy of another layer's gradient need different parts of an accelerator. So a large
 # gradient is copied into pinned memory of the CPU as soon as backward has made it, on the copy stream.
+# - The memory is pinned wherever the parameter is. Other memory is new in each step: the system makes its pages one by
+#   one while they are written, and on an H100 a step then takes three times what the link takes for as many bytes.
+#   Torch keeps pinned memory, and gives the same again in the next step.
 # - A copy is an offer. At the reduction it is taken if the replica still has the very gradient that was copied, at the
 #   same version; else the gradient is copied again.
 # - Autograd adds to a gradient in place. Before a second backward adds to one, its stream waits for the copy.
@@ -43,7 +48,7 @@ class EarlyCopies:
     def begin(self, owners: Sequence[torch.Tensor]) -> None:
         """A run begins. `owners` are the user's parameters."""
         local = enumerate(zip(self._parameters, owners, strict=False))
-        self._wanted = {i for i, (p, owner) in local if p.requires_grad and _is_large(p) and owner.is_pinned()}
+        self._wanted = {i for i, (p, owner) in local if p.requires_grad and _is_large(p) and _leaves(p, owner)}
         for index in self._wanted:
             call_in_backward(self._parameters[index], offer_gradient, _wait_for_copy)
 
@@ -52,7 +57,7 @@ class EarlyCopies:
         gradient = raw_grad(self._parameters[index])
         if index in self._wanted and gradient is not None and not gradient.requires_grad and _is_large(gradient):
             with unseen_by_function_modes(), torch.no_grad():
-                self._offered[index] = gradient, version_of(gradient), begin_copy_to_host(gradient)
+                self._offered[index] = gradient, version_of(gradient), _begin_copy(gradient)
 
     def take(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The copies of those gradients that the replica has when gradients are reduced. They have arrived."""
@@ -66,6 +71,19 @@ class EarlyCopies:
 
 def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and is_sent_alone(tensor)
+
+
+def _leaves(parameter: torch.Tensor, owner: torch.Tensor) -> bool:
+    """Whether a gradient can go to the user's parameter while the program goes on."""
+    return owner.is_cpu and copies_by_itself(parameter.device)
+
+
+def _begin_copy(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy that is there once the copy stream is done. The caller keeps the gradient until then."""
+    stream = copy_stream(gradient.device, Cargo.GRADIENTS)
+    stream.wait_stream(torch.accelerator.current_stream(gradient.device))
+    with on_stream(stream):
+        return begin_copy_to_host(gradient)
 
 
 def _wait_for_copy(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:

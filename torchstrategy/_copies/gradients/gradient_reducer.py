@@ -514,12 +514,11 @@ class GradientReducer:
         """The gradients of one replica, each on the device of the user's parameter."""
         arrived = {} if early is None else early.take(local)
         left = [index for index in local if index not in arrived]
-        by_place: dict[tuple[Device, bool], list[int]] = {}
+        by_device: dict[Device, list[int]] = {}
         for index in left:
-            owner = self.owners[index]
-            by_place.setdefault((owner.device, owner.is_pinned()), []).append(index)
-        for (device, is_pinned), indices in by_place.items():
-            here = copy_to([local[index] for index in indices], device, is_pinned)
+            by_device.setdefault(self.owners[index].device, []).append(index)
+        for device, indices in by_device.items():
+            here = copy_to([local[index] for index in indices], device)
             arrived.update(zip(indices, here, strict=True))
         return arrived
 

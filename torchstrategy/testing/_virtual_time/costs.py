@@ -72,7 +72,6 @@ _GATHERS = ("embedding", "index_select", "gather", "index")
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1}  # by name: the position of the first factor
 _MAY_USE_TF32 = {*_PRODUCTS, "convolution", "convolution_backward"}
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-_SIMPLE_CONVOLUTION = 0.80  # the part of the peak that a convolution without tensor cores gets
 _FEW_CHANNELS, _OF_FEW_CHANNELS = 8, 0.35  # a convolution of an image's three channels, and the part of its speed
 _TENSORS_IN_A_LAUNCH = 60  # of an operator on lists
 _NOT_A_KERNEL = ("is_set_to",)
@@ -160,7 +159,7 @@ class CostModel:
     def _convolution(self, flops: int, inputs: torch.Tensor, weight: torch.Tensor, results: Any) -> tuple[float, float]:
         tf32 = _uses_tf32(True)
         is_simple = self._has_no_tensor_cores(inputs.dtype, tf32)
-        part = _SIMPLE_CONVOLUTION if is_simple else self._profile.convolution
+        part = self._profile.simple_convolution if is_simple else self._profile.convolution
         if inputs.shape[1] == weight.shape[1] < _FEW_CHANNELS:
             part *= _OF_FEW_CHANNELS
         layout = 0.0
