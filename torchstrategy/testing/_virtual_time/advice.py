@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, final
 
-from torchstrategy.testing._virtual_time.acts import Act, Awaits, Follows, Meets, Notes, Optimizes, StepEnds
+from torchstrategy.testing._virtual_time.acts import Act, Awaits, Begins, Follows, Meets, Notes, Optimizes, StepEnds
 from torchstrategy.testing._virtual_time.profiles import DeviceProfile
 from torchstrategy.testing._virtual_time.replay import played
 from torchstrategy.testing._virtual_time.spans import Span
@@ -72,7 +72,8 @@ def _step(acts: Iterable[Act], profile: DeviceProfile) -> float:
 def _changes(acts: Sequence[Act], profile: DeviceProfile) -> Iterator[_Change]:
     first = next(i for i, act in enumerate(acts) if isinstance(act, StepEnds))
     set_up, steps = acts[:first], acts[first:]
-    for change in (_pinned(steps, profile), _unread(steps), _fused(steps), _channels_last(steps, profile)):
+    kinds = (_pinned(steps, profile), _unread(steps), _fused(steps), _channels_last(steps, profile), _graphed(steps))
+    for change in kinds:
         if change is not None:
             yield _Change(change.write, [*set_up, *change.acts])
     for change in _larger_buckets(steps):
@@ -159,6 +160,32 @@ def _channels_last(acts: Sequence[Act], profile: DeviceProfile) -> _Change | Non
             changed.append(act)
     write = "channels_last (model and images .to(memory_format=torch.channels_last))"
     return _Change(write, changed) if changed != list(acts) else None
+
+
+def _graphed(acts: Sequence[Act]) -> _Change | None:
+    """Forward and backward are a CUDA graph each, which the program launches as it launches one operator.
+
+    None if the program reads what the device has computed within one of them, sends to other ranks, or uses several
+    devices: then they cannot be graphs, or not as they are.
+    """
+    if any(isinstance(act, (Meets, Begins)) for act in acts):
+        return None
+    changed: list[Act] = []
+    phase: str | None = None  # of the graph that is being launched; None: none is
+    devices: set[int] = set()
+    for act in acts:
+        if isinstance(act, Span) and act.kind == "compute" and act.phase != "optimizer":
+            devices.add(act.device)
+            changed.append(act if act.phase != phase else act._replace(launch=0.0))
+            phase = act.phase
+            continue
+        if isinstance(act, Awaits) and phase == "forward" and not act.why.startswith("a copy to"):
+            return None
+        if isinstance(act, (StepEnds, Optimizes)):
+            phase = None
+        changed.append(act)
+    write = "CUDA graphs, if shapes stay (torch.cuda.make_graphed_callables, or torch.compile(mode='reduce-overhead'))"
+    return _Change(write, changed) if len(devices) == 1 else None
 
 
 def _larger_buckets(acts: Sequence[Act]) -> Iterator[_Change]:
