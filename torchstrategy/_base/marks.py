@@ -23,8 +23,8 @@ from torchstrategy._base.memory import (
     as_in_memory,
     bits,
     has_lost_memory,
-    memory_at,
     own_storage,
+    view_at,
     wrapped_by,
     wraps_others,
 )
@@ -161,7 +161,7 @@ def checksum(tensor: torch.Tensor, most: int | None = None, before: int = 0) -> 
     return zlib.crc32(bits(tensor)[:most].cpu().numpy().data, before)
 
 
-_PIECE = 1 << 10  # elements
+_PIECE = 1 << 12  # bytes. While zlib reads more than 5 kB, another thread may take the memory away
 
 
 def checksum_of_piece(tensor: torch.Tensor, number: int) -> int:
@@ -183,15 +183,15 @@ def checksum_of_piece(tensor: torch.Tensor, number: int) -> int:
         storage = own_storage(tensor) if tensor.is_cpu else None
         if storage is None:
             return 0
-        num_elements = tensor.numel()
-        begin = number % -(-num_elements // _PIECE) * _PIECE
-        count = min(_PIECE, num_elements - begin)
+        num_elements, size = tensor.numel(), tensor.element_size()
+        in_piece = _PIECE // size
+        begin = number % -(-num_elements // in_piece) * in_piece
+        count = min(in_piece, num_elements - begin)
         if not tensor.is_contiguous():
             return _checksum_of_elements(tensor, begin, begin + count)
         # A sum, by torch or by NumPy, takes three times as long here: its code is in no cache of the processor.
-        size = tensor.element_size()
         address = storage.data_ptr() + (int(tensor.storage_offset()) + begin) * size
-        return zlib.crc32(memory_at(address, count * size))
+        return zlib.crc32(view_at(address, count * size))
 
 
 def _checksum_of_elements(tensor: torch.Tensor, begin: int, end: int) -> int:

@@ -108,6 +108,15 @@ def memory_at(address: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
     return _reader_of(num_bytes)(address)
 
 
+def view_at(address: int, num_bytes: int) -> memoryview:
+    """The same as `memory_at`, for callers that read many different numbers of bytes.
+
+    ctypes makes a class for each length, of 9 kB, which stays until Python's collector of cycles comes. Here there is
+    one for each power of two. It says more than there may be; nobody reads beyond the part that is returned.
+    """
+    return memoryview(_reader_of(1 << num_bytes.bit_length())(address))[:num_bytes]
+
+
 @functools.lru_cache(maxsize=64)
 def _reader_of(num_bytes: int) -> Callable[[int], ctypes.Array[ctypes.c_char]]:
     return (ctypes.c_char * num_bytes).from_address

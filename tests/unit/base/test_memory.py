@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
-from torchstrategy._base.memory import has_lost_memory, memory_between_ends, own_storage
+from torchstrategy._base.memory import has_lost_memory, memory_between_ends, own_storage, view_at
 from torchstrategy._base.writes import UncountedWrites
 
 SMALL, LARGE = 100, 1 << 18  # the library keeps a copy of one, and sums of the other
@@ -47,3 +49,13 @@ def test_a_tensor_without_memory_is_not_looked_at() -> None:
     tensor.untyped_storage().resize_(0)
     assert UncountedWrites({0: tensor}, is_exact=True).take(set()) == (set(), set())
     assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_reading_many_lengths_makes_few_classes() -> None:
+    """There was one of 9 kB for each length. A program that has stopped Python's collector of cycles kept them all."""
+    numbers = torch.arange(3000).to(torch.uint8)
+    view_at(numbers.data_ptr(), 3000)
+    before = len(ctypes.Array.__subclasses__())
+    for length in range(3001):
+        assert bytes(view_at(numbers.data_ptr(), length)) == numbers[:length].numpy().tobytes()
+    assert len(ctypes.Array.__subclasses__()) - before <= 12
