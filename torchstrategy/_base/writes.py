@@ -187,6 +187,8 @@ def has_bits_of(copied: torch.Tensor, original: torch.Tensor) -> bool:
 
 def bring_value(copied: torch.Tensor, original: torch.Tensor, is_unsure: bool, is_running: bool = False) -> None:
     """Writes a copy of a buffer, or of a constant. `is_unsure`: it may agree already."""
+    if has_lost_memory(original):  # it has no values now
+        return
     if not is_unsure or not has_bits_of(copied, original):
         is_counted = not is_unsure or can_compare(copied, original)
         write_value(copied, original, is_counted and not is_running)

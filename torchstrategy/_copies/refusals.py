@@ -106,7 +106,7 @@ def _refuse_without_memory(name: str, tensor: torch.Tensor | None) -> None:
         return
     if has_lost_memory(tensor):
         raise TypeError(LOST_MEMORY.format(name))
-    if wraps_others(tensor) and not is_variable(tensor):
+    if wraps_others(tensor) and tensor.layout is torch.strided and not is_variable(tensor):
         raise TypeError(
             f"{name} is a {type(tensor).__name__}, which wraps other tensors: replicas have copies of tensors with "
             "memory of their own only. Use MultiWorkerMirroredStrategy with one device in each process: it makes no "
