@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchstrategy
 from nets import F64
@@ -199,6 +200,58 @@ class OneStream:
 
     def __reduce_ex__(self, protocol):
         raise TypeError("cannot pickle a stream")
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_tensor_without_memory_is_refused(make, is_parameter):
+    """To copy it ended the process."""
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 2)
+        held = torch.ones(2000)[1000:]
+        if is_parameter:
+            model.held = nn.Parameter(held, requires_grad=False)
+        else:
+            model.register_buffer("held", held)
+        model.held.untyped_storage().resize_(0)
+        return model
+
+    refused(make, build, r"^Linear\.held has no memory: .* Give it memory and values before strategy\.run")
+
+
+@pytest.mark.parametrize("size", [100, 1 << 18])
+def test_a_buffer_may_lose_its_memory_between_runs_but_not_in_a_step(make, size):
+    """The next look at the buffer, or the copying of its values, ended the process."""
+    strategy = make(3)
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+        model.register_buffer("held", torch.ones(size)[10:])
+    strategy.run(lambda: model(torch.ones(1, 3)))
+    model.held.untyped_storage().resize_(0)
+    strategy.run(lambda: model(torch.ones(1, 3)))
+    strategy.run(lambda: model(torch.ones(1, 3)))
+    model.held.untyped_storage().resize_(4 * size)
+    model.held.fill_(2)
+    totals = strategy.experimental_local_results(strategy.run(lambda: model.held.sum()))
+    assert [float(total) for total in totals] == [2.0 * (size - 10)] * len(totals)
+
+    def step() -> None:
+        model.held += 1
+        model.held.untyped_storage().resize_(0)
+
+    with pytest.raises(RuntimeError, match=r"held, and has taken its memory away in a replica"):
+        strategy.run(step)
+
+
+def test_a_buffer_that_wraps_other_tensors_is_refused(make):
+    """To look for writes on it ended the process."""
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 2)
+        model.register_buffer("held", TwoTensor(torch.ones(3), torch.ones(3)))
+        return model
+
+    refused(make, build, r"^Linear\.held is a TwoTensor, which wraps other tensors")
 
 
 def test_a_module_that_cannot_be_copied_is_refused(make):

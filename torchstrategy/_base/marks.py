@@ -13,13 +13,30 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Sequence
+from itertools import chain
 from operator import sub
 from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._base.memory import bits, memory_at
-from torchstrategy._base.torch_internals import dtypes, pointers, readings, shapes, version, versions
+from torchstrategy._base.memory import (
+    as_in_memory,
+    bits,
+    has_lost_memory,
+    own_storage,
+    view_at,
+    wrapped_by,
+    wraps_others,
+)
+from torchstrategy._base.torch_internals import (
+    dtypes,
+    pointers,
+    readings,
+    shapes,
+    unseen_by_function_modes,
+    version,
+    versions,
+)
 
 # Was it written?
 
@@ -144,12 +161,45 @@ def checksum(tensor: torch.Tensor, most: int | None = None, before: int = 0) -> 
     return zlib.crc32(bits(tensor)[:most].cpu().numpy().data, before)
 
 
-def checksum_of_slice(tensor: torch.Tensor, begin: int, end: int) -> int:
-    """The checksum of some elements of a contiguous tensor in the CPU's memory. Each backward takes one."""
-    # A sum, by torch or by NumPy, takes three times as long here: its code is in no cache of the processor.
-    size = tensor.element_size()
-    num_bytes = min(end * size, tensor.nbytes) - begin * size
-    return zlib.crc32(memory_at(tensor.data_ptr() + begin * size, num_bytes)) if num_bytes > 0 else 0
+_PIECE = 1 << 12  # bytes. While zlib reads more than 5 kB, another thread may take the memory away
+
+
+def checksum_of_piece(tensor: torch.Tensor, number: int) -> int:
+    """The checksum of a piece of a tensor in the CPU's memory: of another one for each number, by turns.
+
+    Each backward takes one. The pieces of tensors with the same numbers are the same in every layout.
+
+    Args:
+        tensor: The tensor. If it wraps others, they have pieces by turns.
+        number: From 0 on.
+
+    Returns:
+        The checksum; 0 where there is nothing to read, or where the host would have to wait for an accelerator.
+    """
+    if wraps_others(tensor):
+        parts = wrapped_by(tensor)
+        return checksum_of_piece(parts[number % len(parts)], number // len(parts)) if parts else 0
+    with unseen_by_function_modes():  # a subclass may say that it has another size
+        storage = own_storage(tensor) if tensor.is_cpu else None
+        if storage is None:
+            return 0
+        num_elements, size = tensor.numel(), tensor.element_size()
+        in_piece = _PIECE // size
+        begin = number % -(-num_elements // in_piece) * in_piece
+        count = min(in_piece, num_elements - begin)
+        if not tensor.is_contiguous():
+            return _checksum_of_elements(tensor, begin, begin + count)
+        # A sum, by torch or by NumPy, takes three times as long here: its code is in no cache of the processor.
+        address = storage.data_ptr() + (int(tensor.storage_offset()) + begin) * size
+        return zlib.crc32(view_at(address, count * size))
+
+
+def _checksum_of_elements(tensor: torch.Tensor, begin: int, end: int) -> int:
+    """The checksum of some elements in the order of the tensor, which is not that of its memory."""
+    numbers = as_in_memory(tensor)
+    per_element = numbers.numel() // tensor.numel()  # a complex number is two
+    positions = torch.arange(begin * per_element, end * per_element, device="cpu")
+    return checksum(numbers.view(_INTEGERS[numbers.element_size()]).take(positions))
 
 
 def digest(data: bytes) -> bytes:
@@ -158,18 +208,25 @@ def digest(data: bytes) -> bytes:
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
-    """The digest of the elements of a tensor of any layout, in their order; the host waits for an accelerator."""
+    """The digest of the elements of a tensor of any layout, in their order; the host waits for an accelerator.
+
+    A tensor whose memory somebody has taken away has none.
+    """
     return digest(b"".join(bits(part).cpu().numpy().tobytes() for part in _dense_parts(tensor)))
 
 
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that make up a tensor: of a sparse one its indices and values."""
+    """The dense tensors that make up a tensor: of a sparse one its indices and values; of a wrapping one all others."""
+    if wraps_others(tensor):
+        return list(chain.from_iterable(map(_dense_parts, wrapped_by(tensor))))
     tensor = tensor.detach()
     if tensor.layout is torch.strided:
-        return [tensor]
+        return [] if tensor.is_meta or has_lost_memory(tensor) else [tensor]
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return [tensor.indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.is_mkldnn:
+        return [tensor.to_dense()]
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]

@@ -6,8 +6,69 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
+
+from torchstrategy._base.torch_internals import unseen_by_function_modes
+
+
+# Note [Tensors without memory]
+# To read at the address of a tensor that has no memory ends the process, and torch's own functions read there, too.
+# - A tensor that wraps others, as `DTensor`, `FakeTensor` and torchao's quantized ones do, has an empty storage.
+# - Some programs take the memory of a tensor away while they do not use it, as FSDP does by `storage.resize_(0)`.
+# The address of either is not 0 if the tensor begins behind the beginning of its storage. A storage may also be too
+# small, and `set_` would make it larger. So what reads memory asks here, and holds the storage while it reads: another
+# thread may give the tensor other memory meanwhile. What a tensor wraps is to be had by `wrapped_by`.
+def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage in which all elements of a dense tensor lie; None if there is none, or if it is too small.
+
+    See Note [Tensors without memory].
+    """
+    with unseen_by_function_modes():  # a subclass may give other answers
+        try:
+            storage = tensor.untyped_storage()
+            is_there = storage.data_ptr() and extent(tensor)[1] <= storage.nbytes()
+        except RuntimeError:  # a layout that has no storage, or a tensor that wraps others
+            return None
+    return storage if is_there else None
+
+
+def has_lost_memory(tensor: torch.Tensor) -> bool:
+    """Whether somebody has taken the memory of a dense tensor away. See Note [Tensors without memory]."""
+    with unseen_by_function_modes():
+        try:
+            if not tensor.numel() or tensor.is_quantized:  # the elements of some quantized ones are parts of a byte
+                return False
+            return extent(tensor)[1] > tensor.untyped_storage().nbytes()
+        except RuntimeError:
+            return False
+
+
+LOST_MEMORY = (
+    "{} has no memory: its storage is smaller than the tensor, as after tensor.untyped_storage().resize_(0). Its "
+    "values are needed when the first run of a module begins. Give it memory and values before strategy.run, and take "
+    "the memory away in the step, or later."
+)
+
+
+def sizes_of(storages: Iterable[torch.UntypedStorage]) -> list[int]:
+    """How many bytes each of some storages has: it differs once somebody has taken memory away, or given it."""
+    return list(map(torch.UntypedStorage.nbytes, storages))
+
+
+def wraps_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has others in the place of memory of its own."""
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def wrapped_by(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that one has in the place of memory of its own, with what these wrap; else the tensor itself."""
+    if not wraps_others(tensor):
+        return [tensor]
+    flatten_one: Any = tensor.__tensor_flatten__  # type: ignore[attr-defined]
+    names, _ = flatten_one()
+    return [part for name in names for part in wrapped_by(getattr(tensor, name))]
 
 
 def memory_id(tensor: torch.Tensor) -> int:
@@ -19,8 +80,8 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Where the elements of a tensor begin and end in its storage, in bytes."""
     size = tensor.element_size()
     start = int(tensor.storage_offset())
-    if not tensor.numel():
-        return start * size, start * size
+    if tensor.is_contiguous():  # as mostly; without elements, too
+        return start * size, (start + tensor.numel()) * size
     last = start + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * size, (last + 1) * size
 
@@ -28,11 +89,14 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 def memory_between_ends(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of the CPU from the first element of a tensor to its last, as bytes: the same memory, and no copy.
 
-    In gaps between the elements there may be what belongs to other tensors.
+    In gaps between the elements there may be what belongs to other tensors. A tensor without memory has no bytes.
     """
-    start, stop = extent(tensor)
     memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-    return memory.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+    storage = own_storage(tensor)
+    if storage is None:
+        return memory
+    start, stop = extent(tensor)
+    return memory.set_(storage, start, (stop - start,), (1,))
 
 
 def memory_at(address: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
@@ -42,6 +106,15 @@ def memory_at(address: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
     processor: it takes 20 us there, and this takes 4.
     """
     return _reader_of(num_bytes)(address)
+
+
+def view_at(address: int, num_bytes: int) -> memoryview:
+    """The same as `memory_at`, for callers that read many different numbers of bytes.
+
+    ctypes makes a class for each length, of 9 kB, which stays until Python's collector of cycles comes. Here there is
+    one for each power of two. It says more than there may be; nobody reads beyond the part that is returned.
+    """
+    return memoryview(_reader_of(1 << num_bytes.bit_length())(address))[:num_bytes]
 
 
 @functools.lru_cache(maxsize=64)
@@ -60,6 +133,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The real numbers of a tensor, each as it is in memory."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_quantized:  # to view one as another dtype ends the process
+        return tensor.int_repr()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

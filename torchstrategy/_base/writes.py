@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from torchstrategy._base.marks import differing, look_at, version_of
-from torchstrategy._base.memory import memory_between_ends, write_values
+from torchstrategy._base.memory import has_lost_memory, memory_between_ends, sizes_of, write_values
 from torchstrategy._base.torch_internals import are_dense, keeping_version, num_users, pointers, versions
 
 _OUTDATED = -1  # takes the place of a version: the copies do not agree with the tensor
@@ -187,6 +187,8 @@ def has_bits_of(copied: torch.Tensor, original: torch.Tensor) -> bool:
 
 def bring_value(copied: torch.Tensor, original: torch.Tensor, is_unsure: bool, is_running: bool = False) -> None:
     """Writes a copy of a buffer, or of a constant. `is_unsure`: it may agree already."""
+    if has_lost_memory(original):  # it has no values now
+        return
     if not is_unsure or not has_bits_of(copied, original):
         is_counted = not is_unsure or can_compare(copied, original)
         write_value(copied, original, is_counted and not is_running)
@@ -207,7 +209,8 @@ class UncountedWrites:
     """Finds out whether some tensors were written without a change of their version.
 
     Args:
-        tensors: The tensors, by keys that the caller chooses. Their memory must stay where it is.
+        tensors: The tensors, by keys that the caller chooses. Their memory must stay where it is. Of a tensor without
+            memory, and from when its memory is taken away, no write is found.
         is_exact: About large tensors on the CPU. True: exact, with a checksum at each call. False: cheaper. A tensor
             whose version has changed also counts as written at the next call, which a step with an optimizer makes once
             for each change; and if nothing is counted there, at the one after it, which makes a checksum.
@@ -216,6 +219,9 @@ class UncountedWrites:
     def __init__(self, tensors: dict[int, torch.Tensor], is_exact: bool = False) -> None:
         dense = {key: t for key, t in tensors.items() if t.layout is torch.strided}
         here = {key: memory_between_ends(tensor) for key, tensor in dense.items() if tensor.is_cpu}
+        self._here = here
+        self._storages = [bits.untyped_storage() for bits in here.values()]
+        self._sizes = sizes_of(self._storages)
         self._small = {key: bits for key, bits in here.items() if bits.nbytes <= _SMALL}
         self._kept = self._bits_of_small()
         large = {key: bits for key, bits in here.items() if bits.nbytes > _SMALL}
@@ -236,6 +242,8 @@ class UncountedWrites:
             counted: The tensors whose version has changed, of which the caller knows that they were written.
             counts_all: Whether all writes since the last call were counted.
         """
+        if sizes_of(self._storages) != self._sizes:
+            self._forget_lost()
         written: set[int] = set()
         unsure = set() if counts_all else self._never_known | self._reads.take()
         for key, large in self._large.items():
@@ -258,8 +266,22 @@ class UncountedWrites:
             self._kept = now
         return written, unsure
 
+    def _forget_lost(self) -> None:
+        """Forgets the tensors whose memory was taken away: to read there would end the process."""
+        self._sizes = sizes_of(self._storages)
+        lost = {key for key, bits in self._here.items() if has_lost_memory(bits)}
+        kept = zip(self._small, self._kept.split([bits.numel() for bits in self._small.values()]), strict=True)
+        self._kept = _concatenate([bits for key, bits in kept if key not in lost])
+        for key in lost:
+            for known in (self._here, self._small, self._large, self._sums):
+                known.pop(key, None)
+
     def _bits_of_small(self) -> torch.Tensor:
-        return torch.cat(list(self._small.values())) if self._small else torch.empty(0, dtype=torch.uint8, device="cpu")
+        return _concatenate(list(self._small.values()))
+
+
+def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @final

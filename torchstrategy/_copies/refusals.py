@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from torchstrategy._base.memory import LOST_MEMORY, has_lost_memory, wraps_others
 from torchstrategy._base.objects.attribute_contents import things_in, variables_in_closure
 from torchstrategy._base.objects.module_traversal import (
     HOOK_TABLES,
@@ -60,6 +61,8 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
                 _refuse_parameter(f"{path}.{name}", parameter)
         if not are_all:
             continue
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            _refuse_without_memory(f"{path}.{name}", tensor)
         # `weight_norm` and pruning keep the weight that they compute in a plain attribute, and compute it again before
         # each forward: of the replica's own parameters.
         computed = computed_by_hooks(module)
@@ -95,6 +98,19 @@ def refuse_trainable(path: str, value: object, parameters: Container[int]) -> No
         raise TypeError(
             f"{path} is a function that closes over {name}, a tensor that requires grad and is no parameter: every "
             "replica would add to its one gradient. Make it a torch.nn.Parameter(...) of the module, or detach it."
+        )
+
+
+def _refuse_without_memory(name: str, tensor: torch.Tensor | None) -> None:
+    if tensor is None:
+        return
+    if has_lost_memory(tensor):
+        raise TypeError(LOST_MEMORY.format(name))
+    if wraps_others(tensor) and tensor.layout is torch.strided and not is_variable(tensor):
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}, which wraps other tensors: replicas have copies of tensors with "
+            "memory of their own only. Use MultiWorkerMirroredStrategy with one device in each process: it makes no "
+            "copies. Or register the tensors that it wraps."
         )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from torchstrategy._base.errors import plural
 from torchstrategy._base.marks import digest, digest_of
+from torchstrategy._base.memory import wrapped_by
 from torchstrategy._base.torch_internals import is_distributed_tensor
 from torchstrategy._base.types import GeneratorLike
 from torchstrategy._group.workers import IN_RUN, Workers
@@ -49,20 +50,30 @@ def take_from_first_worker(
     for name, tensor in named:
         if isinstance(tensor, torch.Tensor) and not isinstance(tensor, SyncOnReadVariable):
             known[id(tensor)] = name, tensor
-    tensors = known.values()
+    # What wraps other tensors has no memory of its own. A `DTensor` is compared by how it is sharded.
+    tensors = [
+        (name, part)
+        for name, tensor in known.values()
+        for part in ([tensor] if is_distributed_tensor(tensor) else wrapped_by(tensor))
+    ]
     states = [generator.get_state() for generator in generators]
     _refuse_other_models(workers, [*(("a random generator", state) for state in states), *tensors])
     # Each worker has a part of its own of a tensor that is sharded.
     whole = [(name, t) for name, t in tensors if not is_distributed_tensor(t)]
     with torch.no_grad():
-        sent = [*(t for _, t in whole if t.layout is torch.strided), *states]
+        sent = [*(t for _, t in whole if _can_be_sent(t)), *states]
         workers.broadcast(sent, 0, _FIRST_RUN, are_alike=True)
     if workers.index:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-    sparse = [(name, t) for name, t in whole if t.layout is not torch.strided]
-    if sparse:  # such as the adjacency matrix of a graph: it is data, which all workers have read
-        refuse_other_values(workers, names=[name for name, _ in sparse], tensors=[t for _, t in sparse])
+    others = [(name, t) for name, t in whole if not _can_be_sent(t)]
+    if others:  # such as the adjacency matrix of a graph: it is data, which all workers have read
+        refuse_other_values(workers, names=[name for name, _ in others], tensors=[t for _, t in others])
+
+
+def _can_be_sent(tensor: torch.Tensor) -> bool:
+    """Whether other workers can write what this one sends: of a quantized tensor they would need the scale, too."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _refuse_other_models(workers: Workers, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -36,12 +36,47 @@ def test_a_write_on_any_element_shows_once_all_slices_had_their_turn(edited: int
     assert before != after
 
 
-def test_a_tensor_that_wraps_others_is_not_read() -> None:
-    """It has no memory of its own: to read at its address would end the process."""
-    wrapping = nn.Parameter(TwoTensor(torch.ones(2000), torch.zeros(2000)))
+def marks_with(parameter: torch.Tensor, num_marks: int = 4) -> list[int]:
+    module = nn.Module()
+    module.register_parameter("weight", nn.Parameter(parameter))
     values = ValuesOfParameters(LONE)
-    values.take(TrainedTensors([nn.ParameterList([wrapping])], [], averages_buffers=True))
-    assert len({values.mark() for _ in range(4)}) == 1
+    values.take(TrainedTensors([module], [], averages_buffers=True))
+    return [values.mark() for _ in range(num_marks)]
+
+
+def test_what_a_tensor_wraps_is_read_in_its_place() -> None:
+    """It has no memory of its own: to read at its address ended the process, which is not always 0."""
+
+    def marks(first: torch.Tensor, second: torch.Tensor) -> list[int]:
+        return marks_with(TwoTensor(first[1000:], second[1000:]))
+
+    known = marks(torch.ones(2000), torch.ones(2000))
+    assert marks(torch.ones(2000), torch.ones(2000)) == known
+    for parts in ((torch.ones(2000), torch.zeros(2000)), (torch.zeros(2000), torch.ones(2000))):
+        assert marks(*parts) != known
+
+
+def test_convolutions_with_their_channels_last_are_compared() -> None:
+    """A worker wrote on weights of its own, and nothing was said: no piece of them was ever read."""
+    weight = torch.randn(8, 8, 3, 3)
+    known = marks_with(weight)
+    assert marks_with(weight.to(memory_format=torch.channels_last)) == known
+    other = weight.to(memory_format=torch.channels_last)
+    other.numpy()[7, 7, 2, 2] += 1
+    assert marks_with(other) != known
+
+
+def test_parameters_may_lose_their_memory_and_get_it_again() -> None:
+    memory = torch.ones(3000)
+    module = nn.ParameterList([nn.Parameter(memory[1000:], requires_grad=False)])
+    values = ValuesOfParameters(LONE)
+    values.take(TrainedTensors([module], [], averages_buffers=True))
+    before = [values.mark() for _ in range(2)]
+    memory.untyped_storage().resize_(0)
+    assert len({values.mark() for _ in range(2)}) == 1
+    memory.untyped_storage().resize_(12000)
+    memory.numpy()[:] = 1
+    assert [values.mark() for _ in range(2)] == before
 
 
 def test_tensors_without_elements_and_no_tensors_have_marks() -> None:

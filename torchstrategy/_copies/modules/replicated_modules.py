@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.marks import Versions
-from torchstrategy._base.memory import memory_id
+from torchstrategy._base.memory import has_lost_memory, memory_id
 from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot, are_same
 from torchstrategy._base.objects.module_traversal import HOOK_FLAGS, HOOK_TABLES, tables_of
 from torchstrategy._base.objects.proxies import has_own_code_only, plain_class
@@ -486,6 +486,8 @@ class ReplicatedModules:
                 if (values[0].shape, values[0].dtype) != (value.shape, value.dtype):
                     shapes = tuple(values[0].shape), values[0].dtype, tuple(value.shape), value.dtype
                     raise RuntimeError(_REPLACED.format(self._buffer_names[index], *shapes))
+                if has_lost_memory(value):
+                    raise RuntimeError(_TAKEN_AWAY.format(self._buffer_names[index]))
             combined[index] = values[0]
             if index in self._buffers.running and self._placement.averages_buffers:
                 averaged.append(index)
@@ -506,6 +508,12 @@ def _weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float], like
     weighted = [value.to(like.device) * weight for value, weight in zip(values, weights, strict=True) if weight]
     return torch.stack(weighted).sum(0) if weighted else torch.zeros_like(like)
 
+
+_TAKEN_AWAY = (
+    "The step has written {}, and has taken its memory away in a replica, as tensor.untyped_storage().resize_(0) does. "
+    "After a run, a buffer has the values of the replicas. Take the memory away between runs, or train with one "
+    "replica in each process, by MultiWorkerMirroredStrategy."
+)
 
 _UNSAVED = "_non_persistent_buffers_set"
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._base.context import is_in_replica
+from torchstrategy._base.memory import LOST_MEMORY, has_lost_memory, wraps_others
 from torchstrategy._base.objects.attribute_contents import things_in
 from torchstrategy._base.objects.changes import are_same
 from torchstrategy._base.objects.module_traversal import computed_by_hooks, modules_within, plain_attributes, roots_of
@@ -426,6 +427,11 @@ def _refuse_untrained(roots: Sequence[nn.Module]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and nn.parameter.is_lazy(parameter):
                 raise TypeError(_LAZY.format(f"{path}.{name}", type(module).__name__))
+            if parameter is not None and parameter.layout is not torch.strided and not wraps_others(parameter):
+                raise TypeError(_SPARSE.format(f"{path}.{name}", parameter.layout))
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and has_lost_memory(tensor):
+                raise TypeError(LOST_MEMORY.format(f"{path}.{name}"))
         computed = computed_by_hooks(module)
         for name, value in {**module._buffers, **plain_attributes(module)}.items():
             held = () if name in computed else things_in(f"{path}.{name}", value)
@@ -436,6 +442,11 @@ def _refuse_untrained(roots: Sequence[nn.Module]) -> None:
 _LAZY = (
     "{} has no shape yet: {} is lazy, and each worker would draw weights of its own. Run one batch through the module, "
     "outside of strategy.run, before the first step."
+)
+
+_SPARSE = (
+    "{} is a parameter of the layout {}. Workers send and compare parameters as numbers in one piece of memory. Make "
+    "it a dense parameter, by tensor.to_dense(); or, if it is not trained, register it as a buffer."
 )
 
 _NO_PARAMETER = (

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-from torchstrategy._base.marks import Versions, checksum_of_slice
+from torchstrategy._base.marks import Versions, checksum_of_piece
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.trained_tensors import TrainedTensors
 from torchstrategy._run.worker_values import refuse_other_values, refuse_other_writes
-
-_SLICE = 1 << 10  # the elements of a tensor that are compared at a backward
 
 
 @final
@@ -32,8 +30,8 @@ class ValuesOfParameters:
         self._agreed = Versions(tensors.parameters)
         self._agreed_of_sharded = Versions(self._sharded)
         self._begun = Versions(tensors.parameters)
-        self._next = 0  # the position of the tensor of which a slice is compared next
-        self._num_rounds = 0  # so often, a slice of each tensor was compared
+        self._next = 0  # the position of the tensor of which a piece is compared next
+        self._num_rounds = 0  # so often, a piece of each tensor was compared
 
     def begin_run(self) -> None:
         """From here on, writes are those of the step."""
@@ -51,7 +49,7 @@ class ValuesOfParameters:
         return hash((*writes, self._tensors.num_writes_between_runs, self._checksum_of_next())) & 0xFFFFFFFF
 
     def _checksum_of_next(self) -> int:
-        """The checksum of a slice of the next tensor: of its first elements in the first round, then of the next ones.
+        """The checksum of a piece of the next tensor: of its first elements in the first round, then of the next ones.
 
         What wrote all of a tensor is found once each tensor had its turn; what wrote one element, in a later round.
         """
@@ -63,13 +61,7 @@ class ValuesOfParameters:
             self._num_rounds += 1
         tensor = tensors[self._next]
         self._next += 1
-        num_slices = (tensor.numel() + _SLICE - 1) // _SLICE or 1
-        begin = self._num_rounds % num_slices * _SLICE
-        # To read the memory of an accelerator, the host would wait for it. A subclass that wraps other tensors, as a
-        # quantized one does, has no memory of its own.
-        if not (tensor.is_cpu and tensor.is_contiguous() and tensor.data_ptr()):
-            return 0
-        return checksum_of_slice(tensor, begin, begin + _SLICE)
+        return checksum_of_piece(tensor, self._num_rounds)
 
     def refuse_others(self) -> None:
         """Compares all values.

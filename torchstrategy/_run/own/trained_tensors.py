@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchstrategy._base.marks import version_of, versions_of
-from torchstrategy._base.memory import flatten
+from torchstrategy._base.memory import flatten, has_lost_memory, sizes_of, wraps_others
 from torchstrategy._base.objects.changes import are_same
 from torchstrategy._base.torch_internals import dtypes, forms, is_distributed_tensor, requires_grad_of, shapes
 from torchstrategy._base.writes import UncountedWrites, write_value
@@ -137,19 +137,19 @@ class TrainedTensors:
         """
         has_written = self._has_written()
         if has_written:
-            self._refuse_written_sparse()
+            self._refuse_written_unsendable()
         return self.layout() if has_written or any(map(writes_unseen, self._unread)) else None
 
-    def _refuse_written_sparse(self) -> None:
-        """Refuses a write of the step on a sparse buffer, which cannot be sent beside others: it has no fixed size."""
+    def _refuse_written_unsendable(self) -> None:
+        """Refuses a write of the step on a buffer that cannot be sent beside others: a sparse one has no fixed size."""
         for module in self._modules:
             for name, buffer in module._buffers.items():
-                if _is_sparse(buffer) and not self._is_as_before(buffer):
-                    raise RuntimeError(_SPARSE.format(f"{type(module).__name__}.{name}"))
+                if _is_unsendable(buffer) and not self._is_as_before(buffer):
+                    raise RuntimeError(_UNSENDABLE.format(f"{type(module).__name__}.{name}", _kind_of(buffer)))
 
     def _is_as_before(self, buffer: torch.Tensor) -> bool:
-        """Whether a sparse buffer was there when the workers last agreed about buffers, and was not written since."""
-        return self._versions_of_sparse.get(id(buffer)) == version_of(buffer)
+        """Whether such a buffer was there when the workers last agreed about buffers, and was not written since."""
+        return self._versions_of_unsendable.get(id(buffer)) == version_of(buffer)
 
     def layout(self) -> BufferLayout:
         """Which buffers there are."""
@@ -170,14 +170,22 @@ class TrainedTensors:
         self._slots = [(module, name) for module in self._modules for name in module._buffers]
         self._names = [(i, name) for i, module in enumerate(self._modules) for name in module._buffers]
         self._held = [module._buffers[name] for module, name in self._slots]
-        self.buffers = [None if _is_sparse(buffer) else buffer for buffer in self._held]
+        self._unsendable = list(filter(_is_unsendable, self._held))
+        # A buffer whose memory the program has taken away has no values until it gets memory again.
+        strided = [buffer for buffer in self._held if buffer is not None and buffer.layout is torch.strided]
+        self._storages = [buffer.untyped_storage() for buffer in strided]
+        self._sizes_of_storages = sizes_of(self._storages)
+        self.buffers = [
+            None if buffer is None or _is_unsendable(buffer) or has_lost_memory(buffer) else buffer
+            for buffer in self._held
+        ]
         there = zip(self._slots, self.buffers, strict=True)
         self._unread = {module for (module, _), buffer in there if buffer is not None and not buffer.is_cpu}
 
     def _take_values(self) -> None:
         there = self._present_buffers()
         self._versions = versions_of(there)
-        self._versions_of_sparse = {id(buffer): version_of(buffer) for buffer in self._held if _is_sparse(buffer)}
+        self._versions_of_unsendable = {id(buffer): version_of(buffer) for buffer in self._unsendable}
         # torch's kernels write running statistics and do not count it.
         self._uncounted = UncountedWrites(
             {i: buffer for i, buffer in enumerate(there) if buffer.is_floating_point()}, is_exact=True
@@ -218,14 +226,16 @@ class TrainedTensors:
 
     def _were_replaced(self) -> bool:
         slots = [(module, name) for module in self._modules for name in module._buffers]
-        return slots != self._slots or not are_same([m._buffers[name] for m, name in slots], self._held)
+        if slots != self._slots or not are_same([m._buffers[name] for m, name in slots], self._held):
+            return True
+        return sizes_of(self._storages) != self._sizes_of_storages
 
     def _note_writes(self) -> bool:
         """Whether buffers were written since the last call."""
-        has_sparse_writes = not all(map(self._is_as_before, filter(_is_sparse, self._held)))
+        has_refused_writes = not all(map(self._is_as_before, self._unsendable))
         before, self._versions = self._versions, versions_of(self._present_buffers())
         changed, unsure = self._uncounted.take(set())
-        return bool(changed or unsure) or has_sparse_writes or self._versions != before
+        return bool(changed or unsure) or has_refused_writes or self._versions != before
 
     def averaged(self) -> dict[int, torch.Tensor]:
         """By position, the running statistics, which become the mean of the workers'."""
@@ -253,13 +263,20 @@ _VALUES: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 _MODE: Callable[[nn.Module], bool] = attrgetter("training")
 
 
-def _is_sparse(buffer: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    return buffer is not None and buffer.layout is not torch.strided
+def _is_unsendable(buffer: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether a buffer cannot be sent beside others, as numbers in one piece of memory."""
+    return buffer is not None and (buffer.layout is not torch.strided or buffer.is_quantized or wraps_others(buffer))
 
 
-_SPARSE = (
-    "{} is a sparse buffer, and the step has written it. Workers send the buffers that a step has written, and a "
-    "sparse one may have another size in each worker. Write it between runs, alike in all workers, or keep it dense."
+def _kind_of(buffer: torch.Tensor) -> str:
+    if wraps_others(buffer):
+        return f"a buffer of the class {type(buffer).__name__}, which wraps other tensors"
+    return "a quantized buffer" if buffer.is_quantized else "a sparse buffer"
+
+
+_UNSENDABLE = (
+    "{} is {}, and the step has written it. Workers send the buffers that a step has written, and such a one may have "
+    "another size in each worker. Write it between runs, alike in all workers, or keep it as a plain dense tensor."
 )
 
 

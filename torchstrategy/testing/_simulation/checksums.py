@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from torchstrategy._base.memory import memory_at
+from torchstrategy._base.memory import view_at
 from torchstrategy.testing._simulation.listeners import Copy, Stream
 from torchstrategy.testing._simulation.ordinals import is_simulated
 from torchstrategy.testing._simulation.program import unwatched
@@ -96,4 +96,4 @@ def _checksum(tensor: torch.Tensor) -> int:
         tensor = tensor.contiguous()
     if not tensor.numel():
         return 0
-    return zlib.crc32(memory_at(tensor.data_ptr(), tensor.nbytes))
+    return zlib.crc32(view_at(tensor.data_ptr(), tensor.nbytes))
