@@ -3,9 +3,9 @@
 python benchmarks/figures.py [--json FILE] [--measure DEVICE]
 
 Nothing is measured here, unless you ask for it: `--measure cuda:0` takes the time of some steps on that GPU, and
-prints it beside what was predicted for an H100. Constants of the cost model were fitted to figures marked `fitted`, and
-to none that is marked `seen` or `held out`. Figures with a line `foretold` were predicted, and the predictions committed,
-before they were looked up or measured. Then the profile of the RTX 4090 was corrected by two of them.
+prints it beside what was predicted for an H100. Constants of the cost model were fitted to figures marked `fitted`,
+and to none that is marked `seen` or `held out`. Figures with a line `foretold` were predicted, and the predictions
+committed, before they were looked up or measured. Then the profile of the RTX 4090 was corrected by two of them.
 """
 
 from __future__ import annotations

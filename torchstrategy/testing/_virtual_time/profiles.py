@@ -109,12 +109,12 @@ def _tflops(
     return peaks if tf32 is None else {**peaks, "tf32": tf32}
 
 
-# Peaks, bandwidths, sizes and links are the makers'; figures with sparsity are halved. The parts of them that a program
-# gets are guesses (kernel, copy, collective, pageable links, 0.80 to 0.83 of a pinned link and of NVLink), or
+# Peaks, bandwidths, sizes and links are the makers'; figures with sparsity are halved. The parts of them that a
+# program gets are guesses (kernel, copy, collective, pageable links, 0.80 to 0.83 of a pinned link and of NVLink), or
 # were fitted to published times of training on A100 and V100 (matmul, simple_matmul, convolution, attention,
-# streaming): of GPT-2 124M in float32, TF32 and bfloat16, and of ResNet-50 in float32, TF32 and AMP. `launch` is between
-# the 35 us that were measured, on a virtual machine with an H100, of five programs whose GPU waits for them (11 us if no
-# gradient is asked for), and the 20 us or so of such steps on faster hosts.
+# streaming): of GPT-2 124M in float32, TF32 and bfloat16, and of ResNet-50 in float32, TF32 and AMP. `launch` is
+# between the 35 us that were measured, on a virtual machine with an H100, of five programs whose GPU waits for them
+# (11 us if no gradient is asked for), and the 20 us or so of such steps on faster hosts.
 # https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf
 _A100 = DeviceProfile(
     "A100-SXM-80GB", _tflops(19.5, 312, 19.5, tf32=156), 2039, 80 * GIB, 108, pinned=25, pageable=8, peer=250
