@@ -14,6 +14,7 @@ witnesses        who is told of each collective
 exchanges        what ranks bring to a collective, and what they get
 world            the ranks of a run, and what they exchange
 store            the store of `torch.distributed`
+refusals         what a backend refuses of the tensors of one rank
 groups           the process group
 alone            a program without ranks is the only rank
 profilers        one rank at a time may have torch's profiler
