@@ -9,12 +9,12 @@ lines            at which line of the user's program something happened
 names            what the user's program calls a tensor
 swaps            collectives that ranks call in another order, though they fit together
 tensors          numbers taken from tensors, and brought to them
+refusals         what a backend refuses of the tensors of one rank
 moments          when ranks come to a collective, and have what they get
 witnesses        who is told of each collective
 exchanges        what ranks bring to a collective, and what they get
 world            the ranks of a run, and what they exchange
 store            the store of `torch.distributed`
-refusals         what a backend refuses of the tensors of one rank
 groups           the process group
 alone            a program without ranks is the only rank
 profilers        one rank at a time may have torch's profiler
