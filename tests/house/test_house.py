@@ -97,7 +97,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"happened", "imports", "injection", "orders", "process", "record", "swaps", "torch_internals", "witnesses"},
         {"turns"},
         {"lines", "moments", "tensors"},
-        {"names"},
+        {"names", "refusals"},
         {"exchanges"},
         {"world"},
         {"store"},

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchstrategy.testing
 
@@ -210,7 +211,8 @@ TAKE_NUMBERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
     "radd": lambda x, n: n + x,
     "mul_": lambda x, n: x.clone().mul_(n),
     "where": lambda x, n: torch.where(x > 0, x, n),
-    "clamp": lambda x, n: torch.clamp(x, max=n),
+    "maximum": lambda x, n: torch.maximum(x, n),
+    "addcmul": lambda x, n: torch.addcmul(x, x, n),
     "masked_fill": lambda x, n: x.masked_fill(x > 0, n),
     "setitem": lambda x, n: torch.stack([x, x]).index_put((torch.tensor([0], device=x.device),), n),
     "copy_": lambda x, n: x.clone().copy_(n),
@@ -237,6 +239,10 @@ REFUSE_NUMBERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "stack": lambda x, n: torch.stack([x[0], n]),
     "equal": lambda x, n: torch.equal(x[0], n),
     "isin": lambda x, n: torch.isin(x, n),
+    "clamp": lambda x, n: x.clamp(n),
+    "clamp_max": lambda x, n: x.clamp_(max=n),
+    "addcdiv": lambda x, n: torch.addcdiv(x, x, n),
+    "logaddexp": lambda x, n: torch.logaddexp(x, n),
     "add_to_it": lambda x, n: n.add_(x[0]),
     "out": lambda x, n: torch.add(x[0], 1, out=n),
 }
@@ -257,6 +263,45 @@ def test_attention_over_two_devices_is_refused() -> None:
 def test_a_single_number_of_another_device_is_refused() -> None:
     with pytest.raises(RuntimeError, match=MIXED):
         torch.ones(3, device=ONE) + torch.tensor(1.0, device=TWO)
+
+
+COME_TO_THE_CPU: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "fill_": lambda x, i: x.fill_(i[1]),
+    "index": lambda x, i: x.__setitem__(i, 5.0),
+    "mask": lambda x, i: x.__setitem__(torch.zeros(4, device=i.device) == 0, 5.0),
+    "index_put_": lambda x, i: x.index_put_((i,), torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("write", COME_TO_THE_CPU.values(), ids=COME_TO_THE_CPU)
+def test_indices_and_a_single_number_come_to_a_tensor_of_the_cpu(write: Callable[..., Any]) -> None:
+    there, here, index = torch.zeros(4), torch.zeros(4), torch.tensor([0, 1])
+    write(there, index.to(ONE))
+    write(here, index)
+    assert there.device == CPU
+    assert_close(there, here)
+    with pytest.raises(RuntimeError, match="fill_ only supports 0-dimension"):
+        there.fill_(index.to(ONE))
+
+
+def test_probabilities_may_come_from_the_cpu() -> None:
+    assert torch.bernoulli(torch.ones(3), out=torch.zeros(3, device=ONE)).tolist() == [1, 1, 1]
+    assert torch.zeros(3, device=ONE).bernoulli_(torch.ones(3)).tolist() == [1, 1, 1]
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_list_of_numbers_of_a_device_makes_a_tensor_while_operators_are_watched() -> None:
+    number = torch.tensor(2, device=ONE)
+    with Watching():
+        there, here = torch.tensor([number, number], device=ONE), torch.tensor([[number.double()], [torch.tensor(3)]])
+        new = here.new_tensor([number, 1])
+    assert (there.device, there.dtype, there.tolist()) == (ONE, torch.int64, [2, 2])
+    assert (here.device, here.dtype, here.tolist()) == (CPU, torch.float64, [[2.0], [3.0]])
+    assert new.tolist() == [2, 1]
 
 
 def test_values_of_the_cpu_are_not_written_into_a_device_by_index() -> None:

@@ -271,6 +271,23 @@ class TestMovingAModule:
         with pytest.raises(RuntimeError, match=r"Use `tensor.to"):
             y.data = torch.ones(2, device=ONE)
 
+    def test_a_gradient_that_is_left_behind_is_not_added_to(self) -> None:
+        parameter = nn.Parameter(torch.ones(2, device=ONE))
+        parameter.square().sum().backward()
+        parameter.data = torch.ones(2)
+        with pytest.raises(RuntimeError, match="same device, but found at least two devices, sim:1 and cpu!"):
+            parameter.square().sum().backward()
+        parameter.grad = None
+        parameter.square().sum().backward()
+        parameter.data = torch.ones(2, device=ONE)  # the gradient is left on the CPU, and follows
+        assert parameter.grad is not None
+        parameter.grad.data = parameter.grad.data.to(ONE)
+        parameter.square().sum().backward()
+        parameter.data = parameter.data.to("cpu")
+        parameter.data = parameter.data.to(ONE)  # it is back where its gradient stayed
+        parameter.square().sum().backward()
+        assert parameter.grad.tolist() == [6, 6]
+
     def test_the_new_data_is_shared(self) -> None:
         parameter, new = nn.Parameter(torch.ones(2)), torch.zeros(2, device=ONE)
         before = parameter.detach()

@@ -431,3 +431,54 @@ def test_sparse_tensors_and_splits_in_a_tensor_are_exchanged() -> None:
     first, second = run_ranks(main, 2)[0]
     assert first == [[1, 1, 0], [0.25, 0.25, 0, 0, 0, 0.5], [1, 1], [0, 10, 11]]
     assert second == [[1, 1, 0], [0.25, 0.25, 0, 0, 0, 0.5], [1, 1], [1, 2, 12]]
+
+
+REFUSED_BEFORE: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (
+        lambda: dist.all_gather_into_tensor(torch.ones(5), torch.ones(3)),
+        ValueError,
+        "output tensor size must be equal to world_size times input tensor size",
+    ),
+    (
+        lambda: dist.all_gather_into_tensor(torch.ones(6).half(), torch.ones(3)),
+        TypeError,
+        "output tensor must have the same type as input tensor",
+    ),
+    (
+        lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(3)),
+        ValueError,
+        "input tensor must be the same size as output size times world size",
+    ),
+    (
+        lambda: dist.reduce_scatter_tensor(torch.ones(2).half(), torch.ones(4)),
+        TypeError,
+        "input tensor must be the same type as the output tensor",
+    ),
+    (
+        lambda: dist.all_to_all_single(torch.ones(3, 2), torch.ones(3, 2)),
+        RuntimeError,
+        "Tensor's dim 0 does not divide equally across group size",
+    ),
+    (
+        lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 1], [2, 1]),
+        RuntimeError,
+        "Split sizes doesn't match total dim 0 size",
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("call, error, words", REFUSED_BEFORE, ids=range(len(REFUSED_BEFORE)))
+def test_a_rank_that_can_see_its_own_mistake_goes_on(
+    call: Callable[[], object], error: type[Exception], words: str
+) -> None:
+    def main(rank: int) -> float:
+        begin()
+        if rank == 1:  # the other one has not come, and need not
+            with pytest.raises(error, match=words):
+                call()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    assert run_ranks(main, 2)[0] == [2.0, 2.0]

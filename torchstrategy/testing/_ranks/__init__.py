@@ -9,6 +9,7 @@ lines            at which line of the user's program something happened
 names            what the user's program calls a tensor
 swaps            collectives that ranks call in another order, though they fit together
 tensors          numbers taken from tensors, and brought to them
+refusals         what a backend refuses of the tensors of one rank
 moments          when ranks come to a collective, and have what they get
 witnesses        who is told of each collective
 exchanges        what ranks bring to a collective, and what they get

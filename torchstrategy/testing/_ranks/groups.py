@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from torchstrategy.testing._ranks.exchanges import Call, Part, Settle, Values
+from torchstrategy.testing._ranks.refusals import check_backend, check_gathered, check_scattered, check_split
 from torchstrategy.testing._ranks.store import RankStore
 from torchstrategy.testing._ranks.tensors import name_of, reduced
-from torchstrategy.testing._ranks.torch_internals import after_backward
+from torchstrategy.testing._ranks.torch_internals import after_backward, is_read_by_torch
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay, tell, work_witnesses
 from torchstrategy.testing._ranks.world import World
 
@@ -84,12 +85,29 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         self._calls = 0
         self._in_words = "" if is_whole else f" in group {name} (ranks {', '.join(map(str, ranks))})"
         self._store = RankStore(world, rank)
+        self._named = "undefined"
+        self._backends: dict[str, str] = {}
+        self._bound: torch.device | None = None
 
-    def getBackendName(self) -> str:
-        return "torchstrategy_ranks"
+    def serve(self, backend: str, backends: dict[str, str], bound: torch.device | None) -> None:
+        """Makes it a group of some backend.
+
+        Args:
+            backend: What the program named.
+            backends: The backend for each type of device. Empty: there is no accelerator, and it takes any tensors.
+            bound: The device that the program gave as `device_id`.
+        """
+        self._named, self._backends, self._bound = backend, backends, bound
 
     def name(self) -> str:
-        return self.getBackendName()
+        names = [part.rpartition(":")[2] for part in self._named.split(",")]
+        return "nccl" if "nccl" in names else names[0]
+
+    _get_backend_name = name
+
+    def getBackendName(self) -> str:
+        # C++ asks this, and would look for gloo's own object where it hears "gloo".
+        return "nccl" if self.name() == "nccl" else "torchstrategy_ranks"
 
     @property
     def group_name(self) -> str:
@@ -105,8 +123,20 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     supports_coalescing = False
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(name) for name in self._backends or ("cpu",)]
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        # torch would split this group, and look for the communicator of the device.
+        return None if is_read_by_torch() else self._bound
+
     def _get_backend(self, device: Any) -> RankGroup:
         """What has the group's collectives on a device: since torch 2.14, `batch_isend_irecv` asks any group for it."""
+        kind = torch.device(device).type
+        if self._backends and kind not in self._backends:
+            raise RuntimeError(f"No backend type associated with device type {kind}")
         return self
 
     def _start_coalescing(self, device: Any) -> None:
@@ -123,6 +153,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         def settle(given: list[Values]) -> list[Values]:
             return [[reduced(those, operation) for those in zip(*given, strict=True)]] * len(given)
 
+        self._check("all_reduce", tensors, operation=operation, is_coalesced=len(tensors) > 1)
         return self._meet("all_reduce", tensors, tensors, tensors, settle, detail=name_of(operation))
 
     allreduce_coalesced = allreduce
@@ -130,6 +161,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Values, opts: Any = None) -> RankWork:
         root = _root(opts)
         is_root = root == self.rank()
+        self._check("broadcast", tensors)
         return self._meet(
             "broadcast",
             tensors,
@@ -140,12 +172,19 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def allgather(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
-        return self._all_gather(inputs, [piece for pieces in outputs for piece in pieces], same_sizes=False)
+        pieces = [piece for pieces in outputs for piece in pieces]
+        self._check("all_gather", inputs, pieces)
+        return self._all_gather(inputs, pieces, same_sizes=False)
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
+        self._check("all_gather", [given, output])
+        check_gathered(output, given, self.size())
         return self._all_gather([given], self._pieces(output))
 
     def all_gather_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
+        self._check("all_gather", [*inputs, *outputs], is_coalesced=True)
+        for output, given in zip(outputs, inputs, strict=True):
+            check_gathered(output, given, self.size())
         return self._all_gather(inputs, [piece for output in outputs for piece in self._pieces(output)])
 
     # Before torch 2.13 the same methods have these names.
@@ -160,16 +199,24 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return self._meet("all_gather", inputs, inputs, pieces, settle, size=size, same_sizes=same_sizes)
 
     def allgather_coalesced(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
+        self._check("all_gather", inputs, is_coalesced=True)
         by_tensor = [pieces[index] for index in range(len(inputs)) for pieces in outputs]
         return self._all_gather(inputs, by_tensor, same_sizes=False)
 
     def reduce_scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
-        return self._reduce_scatter(outputs, [piece for pieces in inputs for piece in pieces], opts)
+        pieces = [piece for pieces in inputs for piece in pieces]
+        self._check("reduce_scatter", outputs, pieces, _operation(opts))
+        return self._reduce_scatter(outputs, pieces, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
+        check_scattered(output, given, self.size())
+        self._check("reduce_scatter", [output, given], operation=_operation(opts))
         return self._reduce_scatter([output], self._pieces(given), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
+        self._check("reduce_scatter", [*outputs, *inputs], operation=_operation(opts), is_coalesced=True)
+        for output, given in zip(outputs, inputs, strict=True):
+            check_scattered(output, given, self.size())
         return self._reduce_scatter(outputs, [piece for given in inputs for piece in self._pieces(given)], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -193,6 +240,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         def settle(given: list[Values]) -> list[Values]:
             return [[reduced(those, operation) for those in zip(*given, strict=True)]] * len(given)
 
+        self._check("reduce", tensors, operation=operation)
         gets = tensors if root == self.rank() else []
         detail = f"{name_of(operation)} to rank {self._ranks[root]}"
         return self._meet("reduce", tensors, tensors, gets, settle, detail=detail)
@@ -200,6 +248,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def gather(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
         root = _root(opts)
         gets = outputs[0] if root == self.rank() else []
+        self._check("gather", inputs, gets)
         return self._meet(
             "gather",
             inputs,
@@ -212,10 +261,12 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     def scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
         root = _root(opts)
+        gives = inputs[0] if root == self.rank() else []
+        self._check("scatter", outputs, gives)
         return self._meet(
             "scatter",
             outputs,
-            inputs[0] if root == self.rank() else [],
+            gives,
             outputs,
             lambda given: [[piece] for piece in given[root]],
             detail=f"from rank {self._ranks[root]}",
@@ -223,11 +274,15 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def alltoall(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
+        self._check("all_to_all", [*inputs, *outputs])
         return self._all_to_all(inputs, inputs, outputs)
 
     def all_to_all_single(
         self, output: torch.Tensor, given: torch.Tensor, to_get: Sequence[int], to_give: Sequence[int], opts: Any = None
     ) -> RankWork:
+        self._check("all_to_all", [given, output])
+        for tensor, rows in ((given, to_give), (output, to_get)):
+            check_split(tensor, rows, self.size())
         return self._all_to_all([given], self._pieces(given, to_give), self._pieces(output, to_get))
 
     alltoall_base = all_to_all_single
@@ -248,6 +303,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     # Messages
 
     def send(self, tensors: Values, target: int, tag: int = 0) -> RankWork:
+        self._check("send", tensors)
         self._come_to("send")
         self._world.finish_before(self._me, self._key, tensors)
         detail = f"to rank {self._ranks[target]}{_tagged(tag)}"
@@ -261,6 +317,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return self._receive(tensors, None, tag, "from any rank")
 
     def _receive(self, tensors: Values, source: int | None, tag: int, detail: str) -> RankWork:
+        self._check("recv", tensors)
         self._come_to("recv")
         self._world.finish_before(self._me, self._key, tensors)
         call = Call("recv", tensors, [], tensors, _message, detail=detail + _tagged(tag), group=self._key)
@@ -277,6 +334,17 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         tell(Told(self._me, self._ranks, key, kind, options.get("detail", ""), gives, gets))
         call = Call(kind, shown, gives, gets, settle, group=self._key, **options)
         return self._work(self._world.meet(self._me, key, self._ranks, name, call), gives, gets)
+
+    def _check(
+        self,
+        kind: str,
+        tensors: Values,
+        others: Sequence[torch.Tensor] = (),
+        operation: Any = None,
+        is_coalesced: bool = False,
+    ) -> None:
+        """Refuses what this rank alone can see to be wrong. Nothing is exchanged yet, so the group goes on to work."""
+        check_backend(self._backends, kind, tensors, others, operation, is_coalesced)
 
     def _come_to(self, kind: str) -> None:
         self._world.turns.pause(self._me)

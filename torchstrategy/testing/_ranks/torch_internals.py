@@ -254,7 +254,8 @@ def groups_made_by(
         if str(backend) == _FAKE:
             return real(size, rank, members, backend, store, name, *args, **options)
         # What is for one backend alone: a device that is bound eagerly, options of NCCL.
-        for unused in ("device_id", "backend_options", "pg_options"):
+        bound = options.pop("device_id", None)
+        for unused in ("backend_options", "pg_options"):
             options.pop(unused, None)
         rank, size = ranks(rank, size) if not members else (rank, size)
         group: Any
@@ -262,7 +263,9 @@ def groups_made_by(
         group, kept = real(size, rank, members, dist.Backend(_BACKEND), store, name, **options)
         if group in c10d._world.pg_map:
             c10d._world.pg_map[group] = (dist.Backend(str(backend)), kept)  # what `dist.get_backend` says
-            c10d._world.pg_backend_config[group] = _config_of(str(backend))
+            config = c10d._world.pg_backend_config[group] = _config_of(str(backend))
+            backends = dict(part.split(":") for part in config.split(","))
+            group.serve(str(backend), {} if torch.accelerator.current_accelerator() is None else backends, bound)
         return group, kept
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
@@ -272,6 +275,7 @@ def groups_made_by(
         (c10d, "_new_process_group_helper", helper),
         (c10d, "rendezvous", rendezvous),
         (c10d, "_store_based_barrier", lambda *args, **options: None),
+        (c10d, "_get_object_coll_device", _keep_objects_here(c10d._get_object_coll_device)),
         (c10d, "_get_default_timeout", lambda backend: _TIMEOUT),  # torch's warns where it has no NCCL
         (torch.cuda.nccl, "version", lambda: _NCCL),
         (dist, "TCPStore", lambda *args, **options: store_of()),
@@ -303,6 +307,31 @@ def _read_default_group(_: Any) -> Any:
         if not is_in_function:
             return None
     return c10d._world.default_pg
+
+
+def is_read_by_torch() -> bool:
+    """Whether it was code of torch that read the property that asks this."""
+    here = inspect.currentframe()
+    reader = None if here is None or here.f_back is None else here.f_back.f_back
+    return reader is not None and str(reader.f_globals.get("__name__")).startswith("torch.")
+
+
+OBJECTS_OF = c10d.__name__  # the module with `all_gather_object` and its like
+
+
+def _keep_objects_here(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a replacement for what finds the device to which `all_gather_object` and its like move bytes.
+
+    They stay on the CPU: their bytes on a device are no part of the program. Others ask for tensors of their own.
+    """
+
+    def find_device(*args: Any, **options: Any) -> Any:
+        here = inspect.currentframe()
+        asks = None if here is None else here.f_back
+        is_theirs = asks is not None and asks.f_globals.get("__name__") == OBJECTS_OF
+        return "cpu" if is_theirs else find(*args, **options)
+
+    return find_device
 
 
 def _config_of(backend: str) -> str:

@@ -88,7 +88,8 @@ class Observer(TorchDispatchMode):
             raise _Stopped(0)
 
     def _copied(self, source: torch.Tensor, target: torch.Tensor, waits: bool) -> None:
-        if source.device == target.device:
+        # In `vmap`, torch copies the 2 of `x * 2` to its dtype as a tensor, which is a number again where it is seen.
+        if not isinstance(source, torch.Tensor) or source.device == target.device:
             return
         route = str(source.device), str(target.device)
         self.seen.copies_by_route[route] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,7 +79,28 @@ def _served(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda.nvtx, name, _marks_nothing
     for name, dtype in _LEGACY.items():
         yield torch.cuda, name, _legacy(name, dtype)
+    yield from _of_groups()
     yield from more_names(translated)
+
+
+def _of_groups() -> Iterator[tuple[Any, str, Any]]:
+    """What `torch.distributed` says of groups. Its own code goes on to hear of simulated devices."""
+    groups: Any = torch.distributed
+    if groups.is_available():
+        yield groups, "get_backend_config", _in_words_of_cuda(groups.get_backend_config)
+        yield groups, "is_nccl_available", lambda: True
+
+
+def _in_words_of_cuda(get_config: Callable[..., str]) -> Callable[..., str]:
+    """Makes a replacement that says `cuda:nccl` to programs. This library's own strategies look for their devices."""
+
+    @functools.wraps(get_config)
+    def get(*args: Any, **kwargs: Any) -> str:
+        config = get_config(*args, **kwargs)
+        asks = str(sys._getframe(1).f_globals.get("__name__"))
+        return config if asks.startswith("torchstrategy.") else config.replace(f"{NAME}:", "cuda:")
+
+    return get
 
 
 _OF_MEMORY = (

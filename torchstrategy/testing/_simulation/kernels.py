@@ -45,7 +45,28 @@ _FROM_THE_CPU = {
     "aten._pad_packed_sequence.default": "batch_sizes",
     "aten._pack_padded_sequence.default": "lengths",
     "aten._ctc_loss.Tensor": "input_lengths target_lengths",
+    "aten.bernoulli.out": "self",
+    "aten.bernoulli_.Tensor": "p",
+    "aten.bernoulli.Tensor": "p",
 }
+
+# The arguments of a device that come to the CPU where the first argument is there, as from accelerators.
+_COME_TO_THE_CPU = {
+    "aten.fill_.Tensor": "value",
+    "aten.index_put_.default": "indices",
+    "aten._index_put_impl_.default": "indices",
+    "aten.index_put.default": "indices",
+}
+
+# The operators with torch's tag `pointwise` that take no number from the CPU next to a tensor of a GPU: in torch's
+# native_functions.yaml they lack `device_check: NoCheck`; of those that have it, `addcdiv` allows none.
+_TAKE_NO_NUMBERS = frozenset(
+    (
+        *("addcdiv", "clamp", "clamp_max", "clamp_min", "equal", "gcd", "gelu_backward", "igamma", "igammac", "lcm"),
+        *("logaddexp", "logaddexp2", "logit_backward", "native_dropout_backward", "nextafter", "sigmoid_backward"),
+        *("silu_backward", "tanh_backward", "threshold_backward"),
+    )
+)
 
 # The operators, besides those with torch's tag `pointwise`, that take a single number from the CPU, as on accelerators.
 _TAKE_NUMBERS = (
@@ -74,8 +95,10 @@ class _Operator:
         self.name = str(op)
         self.names: list[str] = [argument.name for argument in arguments]
         self._from_the_cpu = _FROM_THE_CPU.get(self.name, "").split()
-        is_pointwise = torch.Tag.pointwise in op.tags and self.name != "aten.equal.default"
-        self._takes_numbers = is_pointwise or self.name[len("aten.") :].startswith(_TAKE_NUMBERS)
+        self._come_to_the_cpu = _COME_TO_THE_CPU.get(self.name)
+        short = self.name[len("aten.") :]
+        is_pointwise = torch.Tag.pointwise in op.tags and short.partition(".")[0].rstrip("_") not in _TAKE_NO_NUMBERS
+        self._takes_numbers = is_pointwise or short.startswith(_TAKE_NUMBERS)
         self.tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
         self.generator = self.names.index("generator") if "generator" in self.names else None
         self.draws_unasked = self.generator is None and torch.Tag.nondeterministic_seeded in op.tags
@@ -110,11 +133,27 @@ class _Operator:
         """Whether the sizes of its results say all that the program gets to know of them."""
         return not self._is_read and not self._has_unknown_size and not self.outs
 
+    def runs_on_the_cpu(self, args: Sequence[Any]) -> bool:
+        """Whether it is an operator of the CPU, to which its tensors of a device come."""
+        return self._come_to_the_cpu is not None and args[0].device.type == "cpu"
+
+    def brought_to_the_cpu(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, with those on the CPU that come to it."""
+        name = self._come_to_the_cpu
+        given = [_brought(value) if self.names[i] == name else value for i, value in enumerate(args)]
+        return given, {key: _brought(value) if key == name else value for key, value in kwargs.items()}
+
     def may_be_on_the_cpu(self, tensor: torch.Tensor, position: int) -> bool:
         """Whether accelerators accept this tensor of the CPU as the argument at a position."""
         if self.names[position] in self._from_the_cpu:
             return True
         return self._takes_numbers and not tensor.dim() and position not in self.written
+
+
+def _brought(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_brought(inner) for inner in value]
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 _operator = functools.cache(_Operator)
@@ -229,6 +268,10 @@ def written_for_cpu(op: Any, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if operator.runs_on_the_cpu(args):
+        args, kwargs = operator.brought_to_the_cpu(args, kwargs)
+        if not any(is_simulated(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)):
+            return call(*args, **kwargs)
     arguments = _Arguments(operator, args, kwargs)
     device = arguments.device
     if operator.generator is not None:

@@ -29,11 +29,11 @@ def install() -> None:
     cls: Any = torch.Tensor
     cls.to = _knowing_the_current_device(tensor_to, position=1)
     ALLOWED_BEFORE_SIZES_ARE_KNOWN.append(cls.to)
-    cls.new_tensor = _new_tensor(cls.new_tensor)
+    cls.new_tensor = _new_tensor(_reading_items(cls.new_tensor, position=1))
     cls.new, cls.type = _following_the_tensor(cls.new), _following_the_tensor(cls.type)
     for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor"):
         original = getattr(torch, name)
-        setattr(torch, name, _shown_to_modes(_knowing_the_current_device(original)))
+        setattr(torch, name, _shown_to_modes(_knowing_the_current_device(_reading_items(original))))
         if (scripted := scripted_as(original)) is not None:
             register_scripted(getattr(torch, name), scripted)
     # A default device acts on the functions in this list, which has to be made again with the new ones.
@@ -54,6 +54,33 @@ def _knowing_the_current_device(call: Callable[..., Any], position: int | None =
         return call(*args, **kwargs)
 
     return replaced
+
+
+def _reading_items(call: Callable[..., Any], position: int = 0) -> Callable[..., Any]:
+    """Makes a replacement for `torch.tensor([a, b])`, of tensors with one number each.
+
+    C++ reads their numbers without the modes that watch operators, and then does not find a kernel in Python.
+    """
+
+    @functools.wraps(call)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            has_list = len(args) > position and isinstance(args[position], (list, tuple))
+            if not has_list or "func != nullptr" not in str(error):
+                raise
+        return call(*args[:position], _with_items_here(args[position]), *args[position + 1 :], **kwargs)
+
+    return replaced
+
+
+def _with_items_here(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_with_items_here(inner) for inner in value]
+    if isinstance(value, torch.Tensor) and is_simulated(value) and not value.dim():
+        return torch.scalar_tensor(value.item(), dtype=value.dtype, device="cpu")
+    return value
 
 
 def _shown_to_modes(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,6 +144,7 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
     C++ refuses that for all but a few device types. Then `Module.to` would make new parameters, which an optimizer that
     was made before does not have.
     """
+    vars(tensor).pop(_LEFT_ON, None)
     if not isinstance(new, torch.Tensor) or is_simulated(tensor) == is_simulated(new):
         tensor_data.__set__(tensor, new)
         return
@@ -134,8 +162,34 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
     tensor.requires_grad = requires_grad
     register_hooks_again(tensor)
     if gradient is not None:
+        left_on = vars(gradient).get(_LEFT_ON, gradient.device)
         _set_data(gradient, gradient.detach().to(new.device))
         tensor.grad = gradient
+        if left_on != gradient.device:
+            vars(gradient)[_LEFT_ON] = left_on
+            _refuse_to_add_to(tensor)
+
+
+# Where a gradient would be, as an attribute of it. On a GPU `parameter.data = ...` leaves the gradient where it is, and
+# a backward then fails. Here no parameter can have a gradient on a device of another type, so it goes along. The mark
+# goes away with `gradient.data = ...`, with which `Module.to` moves gradients, and where the parameter comes back.
+_LEFT_ON = "_torchstrategy_left_on"
+
+
+def _refuse_to_add_to(parameter: torch.Tensor) -> None:
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    if parameter.requires_grad and _refuse_left_gradient not in hooks.values():
+        parameter.register_post_accumulate_grad_hook(_refuse_left_gradient)
+
+
+def _refuse_left_gradient(parameter: torch.Tensor) -> None:
+    left_on = None if parameter.grad is None else vars(parameter.grad).get(_LEFT_ON)
+    if left_on is not None:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {left_on} and "
+            f"{parameter.device}! `parameter.data = ...` has moved a parameter, and not its gradient, to which a "
+            "backward adds: set `parameter.grad = None`, or do `parameter.grad.data = ...`, too."
+        )
 
 
 def _refuse_to_lose(gradients: Any) -> None:

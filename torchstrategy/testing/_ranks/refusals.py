@@ -1,0 +1,149 @@
+"""What a backend refuses of one rank's tensors, before it exchanges anything: torch's own errors, in its words.
+
+A group of ranks would take most of it, since it copies tensors of the CPU. A program that passed here would then fail
+on a cluster. The errors are those that torch 2.11 raised on an H100.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from torchstrategy.testing._ranks.tensors import name_of
+from torchstrategy.testing._ranks.torch_internals import OBJECTS_OF
+from torchstrategy.testing._simulation.ordinals import NAME
+
+_NCCL = "nccl"
+# Those for which NCCL has a type. Complex numbers are sent as pairs of real ones.
+_DTYPES_OF_NCCL = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("int8", "uint8", "int32", "int64", "bool", "float16", "bfloat16", "float32", "float64"),
+        *("complex32", "complex64", "complex128"),
+        *("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz"),
+    )
+)
+_NAMES_IN_CPP = {"int16": "Short", "uint16": "UInt16", "uint32": "UInt32", "uint64": "UInt64"}
+_NOT_REDUCED_BY_NCCL = ("band", "bor", "bxor")
+
+
+def check_backend(
+    backends: Mapping[str, str],
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor] = (),
+    operation: Any = None,
+    is_coalesced: bool = False,
+) -> None:
+    """Refuses what the backend does not take.
+
+    Args:
+        backends: The backend for each type of device. Empty: there is no accelerator, and any name is served.
+        kind: Which collective.
+        tensors: The tensors that the backend looks at.
+        others: More tensors of the collective, which may be anywhere.
+        operation: How it reduces, if it does.
+        is_coalesced: Whether the backend takes tensors together, and then in any order of memory.
+
+    Raises:
+        RuntimeError: If there is no backend for their device, or NCCL is to reduce sparse tensors.
+        ValueError: If NCCL does not take tensors of their layout, or does not know the reduction.
+        TypeError: If NCCL does not know their dtype.
+    """
+    if not backends or not tensors:
+        return
+    types = [tensor.device.type for tensor in (*tensors, *others)]
+    chosen = next((one for one in types if one != "cpu"), "cpu")  # torch chooses the backend of an accelerator first
+    if chosen not in backends:
+        if chosen == "cpu" and _is_of_objects():
+            return  # they are not moved to the device here, as torch does
+        shown = "cuda" if chosen == NAME else chosen
+        raise RuntimeError(f"No backend type associated with device type {shown}")
+    if backends[chosen] != _NCCL:
+        return
+    for tensor in tensors:
+        _check_layout(kind, tensor, is_coalesced)
+    _check_dtype(tensors[0].dtype, operation)
+
+
+def _check_layout(kind: str, tensor: torch.Tensor, is_coalesced: bool) -> None:
+    if tensor.is_sparse and kind == "all_reduce":
+        raise RuntimeError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
+    if tensor.is_sparse or tensor.device.type == "cpu":
+        raise ValueError("Tensors must be CUDA and dense")
+    if not is_coalesced and not _is_contiguous(tensor):
+        raise ValueError("Tensors must be contiguous")
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return last is not None and tensor.is_contiguous(memory_format=last)
+
+
+def _check_dtype(dtype: torch.dtype, operation: Any) -> None:
+    if dtype not in _DTYPES_OF_NCCL:
+        name = str(dtype).removeprefix("torch.")
+        name = _NAMES_IN_CPP.get(name, name.capitalize())
+        raise TypeError(f"Input tensor data type is not supported for NCCL process group: {name}")
+    reduction = "" if operation is None else name_of(operation)
+    if reduction == "avg" and dtype is torch.bool:
+        raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
+    if reduction in _NOT_REDUCED_BY_NCCL:
+        raise ValueError(f"Cannot use ReduceOp.{reduction.upper()} with NCCL")
+
+
+def _is_of_objects() -> bool:
+    """Whether a function such as `all_gather_object` called the collective."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == OBJECTS_OF and "object" in frame.f_code.co_name:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def check_gathered(output: torch.Tensor, given: torch.Tensor, count: int) -> None:
+    """Refuses an output of `all_gather_into_tensor` that has not the room for what all ranks give.
+
+    Raises:
+        TypeError: If its dtype is another one.
+        ValueError: If its size is another one.
+    """
+    if output.dtype != given.dtype:
+        raise TypeError("output tensor must have the same type as input tensor")
+    if output.numel() != given.numel() * count:
+        raise ValueError("output tensor size must be equal to world_size times input tensor size")
+
+
+def check_scattered(output: torch.Tensor, given: torch.Tensor, count: int) -> None:
+    """Refuses an input of `reduce_scatter_tensor` that cannot be divided into outputs.
+
+    Raises:
+        TypeError: If its dtype is another one.
+        ValueError: If its size is another one.
+    """
+    if output.dtype != given.dtype:
+        raise TypeError("input tensor must be the same type as the output tensor.")
+    if given.numel() != output.numel() * count:
+        raise ValueError("input tensor must be the same size as output size times world size")
+
+
+def check_split(tensor: torch.Tensor, rows: Sequence[int], count: int) -> None:
+    """Refuses a tensor of `all_to_all_single` whose rows cannot be divided among the ranks.
+
+    Raises:
+        RuntimeError: If they cannot.
+    """
+    if not len(rows):
+        if tensor.dim() and tensor.size(0) % count:
+            raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+    elif len(rows) != count:
+        raise RuntimeError("Number of tensor splits not equal to group size")
+    elif sum(map(int, rows)) != tensor.size(0):
+        raise RuntimeError("Split sizes doesn't match total dim 0 size")
