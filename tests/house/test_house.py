@@ -78,9 +78,9 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"memory"},
         {"storages"},
         {"cuda_graphs", "kernels", "module", "tensors"},
-        {"cuda_calls", "cuda_more"},
+        {"cuda_calls", "cuda_more", "registered"},
         {"cuda_names"},
-        {"accelerator", "backend", "cuda_alias", "parallel", "recurrent"},
+        {"accelerator", "backend", "cuda_alias", "parallel", "recurrent", "scripted"},
         {"attention", "autocast", "batch_norm", "creation", "layers", "sparse"},
     ],
     ("testing", "_virtual_time"): [

@@ -87,8 +87,9 @@ class Observer(TorchDispatchMode):
         if steps == self._most_steps:
             raise _Stopped(0)
 
-    def _copied(self, source: torch.Tensor, target: torch.Tensor, waits: bool) -> None:
-        if source.device == target.device:
+    def _copied(self, source: Any, target: torch.Tensor, waits: bool) -> None:
+        # In `torch.func`, torch gives operators a number where they take a tensor.
+        if not isinstance(source, torch.Tensor) or source.device == target.device:
             return
         route = str(source.device), str(target.device)
         self.seen.copies_by_route[route] += 1

@@ -33,11 +33,13 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     tensors       functions of tensors for which torch's C++ has a wrong answer
     accelerator   `torch.accelerator` and backward
     parallel      `torch.nn.parallel`
+    scripted      modules of TorchScript
     recurrent     recurrent layers whose weights lie in one piece of memory
     fakes         tensors with sizes and no memory
     pending       how an exception of a hook gets out of torch's C++
     facades       how a class of torch is replaced
     module        the module `torch.sim`
+    registered    kernels that a program registers for CUDA
     cuda_calls    calls that need another form
     cuda_more     more of its names, and those that are missing
     cuda_names    what the names of `torch.cuda` stand for there
@@ -84,6 +86,9 @@ from torchstrategy.testing._simulation import (
 )
 from torchstrategy.testing._simulation import (
     recurrent as _recurrent,
+)
+from torchstrategy.testing._simulation import (
+    scripted as _scripted,
 )
 from torchstrategy.testing._simulation import (
     sparse as _sparse,
@@ -177,6 +182,7 @@ def simulate_devices(count: int) -> list[torch.device]:
     for mended in (_generators, _streams, _storages, _tensors, _accelerator, _parallel, _fakes, _cuda_alias):
         mended.install()
     _recurrent.install()
+    _scripted.install()
     _pinned_creation.install()
     _generators.make_default_generators(count)
     return simulated_devices()

@@ -33,7 +33,7 @@ def install() -> None:
     cls.new, cls.type = _following_the_tensor(cls.new), _following_the_tensor(cls.type)
     for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor"):
         original = getattr(torch, name)
-        setattr(torch, name, _shown_to_modes(_knowing_the_current_device(original)))
+        setattr(torch, name, _shown_to_modes(_knowing_the_current_device(_reading_scalars(original))))
         if (scripted := scripted_as(original)) is not None:
             register_scripted(getattr(torch, name), scripted)
     # A default device acts on the functions in this list, which has to be made again with the new ones.
@@ -54,6 +54,34 @@ def _knowing_the_current_device(call: Callable[..., Any], position: int | None =
         return call(*args, **kwargs)
 
     return replaced
+
+
+def _reading_scalars(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a replacement for `torch.tensor`, which reads scalars of devices in a list: `torch.tensor([loss, loss])`.
+
+    While a mode watches operators, C++ finds no kernel to read them with, and asserts that there is one.
+    """
+
+    @functools.wraps(call)
+    def replaced(data: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(data, *args, **kwargs)
+        except RuntimeError as error:
+            if not isinstance(data, (list, tuple)) or "INTERNAL ASSERT" not in str(error):
+                raise
+        return call(_with_scalars_read(data), *args, **kwargs)
+
+    return replaced
+
+
+def _with_scalars_read(data: Any) -> Any:
+    if isinstance(data, (list, tuple)):
+        return [_with_scalars_read(inner) for inner in data]
+    if isinstance(data, torch.Tensor) and is_simulated(data):
+        if data.numel() != 1:
+            raise ValueError("only one element tensors can be converted to Python scalars")
+        return torch.full(data.shape, data.item(), dtype=data.dtype, device="cpu")
+    return data
 
 
 def _shown_to_modes(call: Callable[..., Any]) -> Callable[..., Any]:
