@@ -79,3 +79,52 @@ def test_a_scripted_module_moves() -> None:
     assert {value.device.type for value in module.state_dict().values()} == {"sim"}
     assert module.cpu()(torch.ones(3, 2)).device.type == "cpu"
     assert torch.equal(module.state_dict()["0.weight"], weight)
+
+
+# Autocast
+
+
+def test_autocast_knows_the_operators_that_torch_casts_on_cuda() -> None:
+    def has(name: str, key: str) -> bool:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+    names = torch._C._dispatch_get_all_op_names()
+    lists = {key: {n for n in names if n.startswith("aten::") and has(n, key)} for key in ("AutocastCUDA", KEY)}
+    cuda = {name for name in lists["AutocastCUDA"] if not name.startswith(("aten::cudnn_", "aten::_cudnn_"))}
+    cuda -= {name for name in cuda if "imname" in name or "names" in name}  # named tensors, which torch has given up
+    of_cudnn = {f"aten::{name}.{overload}" for name in LAYERS for overload in ("input", "data")}
+    assert lists[KEY] - of_cudnn <= cuda
+    assert cuda - lists[KEY] <= {"aten::linalg_matrix_sqrth"}  # newer than the version that was looked at
+
+
+KEY = "AutocastPrivateUse1"
+LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_casts_as_on_cuda(dtype: torch.dtype) -> None:
+    image, rows = ones(1, 2, 4, 4, dtype=dtype), ones(2, 1, 3)
+    layers = [nn.LSTM(3, 2).cuda(), nn.GRU(3, 2).cuda(), nn.RNN(3, 2).cuda()]
+    with torch.autocast("cuda", dtype):
+        for mode in ("nearest", "bilinear", "bicubic", "nearest-exact"):
+            assert nn.functional.interpolate(image, scale_factor=2, mode=mode).dtype == torch.float32
+        for layer in layers:  # cuDNN's kernel takes float16 alone
+            assert layer(rows)[0].dtype == torch.float16
+            layer(rows)[0].sum().backward()
+            assert layer.weight_ih_l0.grad.dtype == torch.float32
+
+
+def test_autocast_refuses_the_cross_entropy_of_probabilities() -> None:
+    for dtype in (torch.float32, torch.float16):
+        p = ones(2, dtype=dtype) / 2
+        with torch.autocast("cuda"):
+            for loss in (nn.functional.binary_cross_entropy, nn.BCELoss()):
+                with pytest.raises(RuntimeError, match="BCELoss are unsafe to autocast"):
+                    loss(p, p)
+            with torch.autocast("cuda", enabled=False):
+                nn.functional.binary_cross_entropy(p, p)
+
+
+def test_autocast_to_a_wide_dtype_is_no_error() -> None:
+    with torch.autocast("cuda", torch.float32):
+        assert torch.is_autocast_enabled("cuda") and (ones(2, 2).half() @ ones(2, 2)).dtype == torch.float32
