@@ -27,7 +27,8 @@ _LOWER = """
 """
 _FULL = """
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist
+    _upsample_nearest_exact3d acos asin
+    binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist
     erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log log10 log1p log2 log_softmax.int logsumexp
     margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d

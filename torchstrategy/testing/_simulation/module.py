@@ -31,6 +31,7 @@ from torchstrategy.testing._simulation.streams import (
     Stream,
     current_stream,
     default_stream,
+    refuse_in_capture,
     set_stream,
     stream,
 )
@@ -109,6 +110,7 @@ def device_of(tensor: torch.Tensor) -> current:
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Returns at once: nothing is under way."""
+    refuse_in_capture("synchronize() waits for the device")
     index = ordinal(device)
     for listener in listeners():
         listener.synchronized_device(index)
