@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchstrategy.testing import cuda_alias, record_streams
 
@@ -128,3 +130,129 @@ def test_autocast_refuses_the_cross_entropy_of_probabilities() -> None:
 def test_autocast_to_a_wide_dtype_is_no_error() -> None:
     with torch.autocast("cuda", torch.float32):
         assert torch.is_autocast_enabled("cuda") and (ones(2, 2).half() @ ones(2, 2)).dtype == torch.float32
+
+
+# Operators and dtypes
+
+
+def integers(*sizes: int) -> torch.Tensor:
+    return ones(*sizes, dtype=torch.int64)
+
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: integers(2, 2) @ integers(2, 2), "\"addmm_cuda\" not implemented for 'Long'"),
+        (lambda: nn.functional.linear(integers(2, 2).int(), integers(2, 2).int()), "\"addmm_cuda\" not .* 'Int'"),
+        (lambda: torch.einsum("ij,jk->ik", integers(2, 2), integers(2, 2)), "\"baddbmm_cuda\" not .* 'Long'"),
+        (lambda: integers(1, 2, 2) @ integers(1, 2, 2), "\"baddbmm_cuda\" not implemented for 'Long'"),
+        (lambda: integers(2) @ integers(2), "\"dot\" not implemented for 'Long'"),
+        (lambda: nn.functional.dropout(integers(2)), "\"fused_dropout\" not implemented for 'Long'"),
+        (lambda: nn.functional.conv2d(integers(1, 1, 2, 2), integers(1, 1, 1, 1)), "not implemented for 'Long'"),
+        (lambda: nn.functional.max_pool2d(integers(1, 2, 2), 2), "not implemented for 'Long'"),
+        (lambda: nn.functional.interpolate(ones(1, 1, 2, 2, dtype=torch.uint8), 4, mode="bilinear"), "for 'Byte'"),
+        (lambda: nn.functional.cross_entropy(ones(1, 2), integers(1).int()), "_cuda_kernel_2d_index\" .* for 'Int'"),
+        (lambda: torch.histogram(ones(2), 2), "Could not run 'aten::histogram'"),
+        (lambda: ones(2, dtype=torch.bfloat16).histc(2), "\"histc\" not implemented for 'BFloat16'"),
+    ],
+)
+def test_operators_that_cuda_does_not_have_for_a_dtype_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda h: nn.LayerNorm(4).cuda()(h), "expected scalar type Half but found Float"),
+        (lambda h: nn.GroupNorm(2, 4).cuda()(h), "expected scalar type Half but found Float"),
+        (
+            lambda h: nn.Conv1d(4, 1, 1, bias=False).cuda()(h[..., None]),
+            r"Input type \(torch.cuda.HalfTensor\) and weight type \(torch.cuda.FloatTensor\) should be the same",
+        ),
+        (lambda h: h.histc(2), "HalfTensor is not supported"),
+        (lambda h: torch._int_mm(h.char(), h.char().T), r"self.size\(0\) needs to be greater than 16, but got 2"),
+    ],
+)
+def test_mixed_dtypes_are_refused_as_on_cuda(call: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        call(ones(2, 4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_operators_that_cuda_has_for_low_precision_are_computed(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.25, 2.0], [3.0, 4.5]], device="cuda", dtype=dtype, requires_grad=True)
+    assert x.trace().item() == 5.75 and x.trace().dtype == dtype
+    pooled = nn.functional.avg_pool3d(x[None, None], (1, 2, 2))
+    assert pooled.item() == 2.6875 and pooled.dtype == dtype
+    loss = nn.functional.multi_margin_loss(x, torch.tensor([0, 1], device="cuda"))
+    (pooled.sum() + loss).backward()
+    assert loss.dtype == dtype and x.grad is not None and x.grad.dtype == dtype
+    with torch.autocast("cuda", dtype):
+        assert nn.functional.layer_norm(x, (2,), ones(2), ones(2)).dtype == torch.float32
+
+
+def test_what_has_no_elements_is_not_refused() -> None:
+    assert (integers(0, 2) @ integers(2, 2)).shape == (0, 2) and nn.functional.dropout(integers(2), 0.0).sum() == 2
+
+
+# Layers
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_in_eval_mode_has_no_backward(layer: Any) -> None:
+    model, x = layer(3, 4).cuda().eval(), ones(2, 1, 3).requires_grad_()
+    with pytest.raises(RuntimeError, match="cudnn RNN backward can only be called in training mode"):
+        model(x)[0].sum().backward()
+    with pytest.raises(RuntimeError, match="cudnn RNN backward can only be called in training mode"):
+        model(nn.utils.rnn.pack_sequence([ones(2, 3)]))[0].data.sum().backward()
+    with torch.no_grad():
+        expected = model(x)[0]
+    with torch.inference_mode():
+        assert torch.equal(model(x)[0], expected)
+    model.train()(x)[0].sum().backward()
+    with torch.backends.cudnn.flags(enabled=False):
+        model.eval()(x)[0].sum().backward()
+
+
+FLASH, EFFICIENT, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
+
+
+def attend(dtype: torch.dtype, backends: Any, *mask: torch.Tensor, **options: Any) -> torch.Tensor:
+    x = torch.linspace(0, 1, 8, device="cuda").view(1, 1, 4, 2).to(dtype)
+    with sdpa_kernel(backends):
+        return nn.functional.scaled_dot_product_attention(x, x, x, *mask, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backends", "has_mask"),
+    [
+        (torch.float32, FLASH, False),
+        (torch.float16, FLASH, True),
+        (torch.float64, EFFICIENT, False),
+        (torch.float32, CUDNN, False),
+    ],
+)
+def test_attention_refuses_a_kernel_that_does_not_compute_it(dtype: Any, backends: Any, has_mask: bool) -> None:
+    mask = [ones(4, 4).bool()] if has_mask else []
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        attend(dtype, backends, *mask)
+    assert attend(dtype, [backends, SDPBackend.MATH], *mask).dtype == dtype
+
+
+def test_attention_computes_and_refuses_as_on_cuda() -> None:
+    with pytest.raises(RuntimeError, match="No viable backend for scaled_dot_product_attention was found"):
+        attend(torch.float16, [])
+    assert attend(torch.float32, EFFICIENT, ones(4, 4).bool()).dtype == torch.float32
+    x, half = ones(1, 1, 4, 2), ones(1, 1, 4, 2).half()
+    with pytest.raises(RuntimeError, match="Expected query, key, and value to have the same dtype"):
+        nn.functional.scaled_dot_product_attention(half, x, x)
+    with pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or float or to match query dtype"):
+        nn.functional.scaled_dot_product_attention(x, x, x, integers(4, 4))
+    causal = attend(torch.float32, list(SDPBackend.__members__.values())[1:5], is_causal=True)
+    for mask in (ones(4, 4).bool(), torch.zeros(4, 4, device="cuda")):
+        both = attend(torch.float32, [EFFICIENT, SDPBackend.MATH], mask, is_causal=True)
+        torch.testing.assert_close(both, causal)

@@ -15,6 +15,7 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     memory        one piece of CPU memory, as a tensor of a simulated device and as one of the CPU
     uses          what was done last with each part of a storage
     recorder      which stream waits for which, and where none does and should
+    dtypes        what CUDA refuses to compute, and the CPU does not
     accounts      how many bytes each device holds
     kernels       how any operator is run
     backend       registers kernels with torch's dispatcher
@@ -23,6 +24,7 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     attention     attention as one kernel
     batch_norm    kernels of `torch.nn.SyncBatchNorm`
     sparse        kernels of sparse tensors
+    recurrent     recurrent layers as cuDNN has them
     autocast      mixed precision
     generators    random numbers
     words         what messages call devices and files
@@ -34,7 +36,6 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     accelerator   `torch.accelerator` and backward
     parallel      `torch.nn.parallel`
     scripted      modules of TorchScript
-    recurrent     recurrent layers whose weights lie in one piece of memory
     fakes         tensors with sizes and no memory
     pending       how an exception of a hook gets out of torch's C++
     facades       how a class of torch is replaced
@@ -174,7 +175,7 @@ def simulate_devices(count: int) -> list[torch.device]:
     )
     declare(count)
     backend = Backend()
-    for part in (_creation, _layers, _attention, _batch_norm, _sparse, _autocast):
+    for part in (_creation, _layers, _attention, _batch_norm, _sparse, _recurrent, _autocast):
         part.register(backend)
     backend.fall_back()
     backend.run_directly()
