@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -211,11 +212,19 @@ def test_a_recurrent_layer_in_eval_mode_has_no_backward(layer: Any) -> None:
         model(nn.utils.rnn.pack_sequence([ones(2, 3)]))[0].data.sum().backward()
     with torch.no_grad():
         expected = model(x)[0]
+    for one, other in zip(flattened(model(x)), flattened(copy.deepcopy(model).cpu()(x.cpu())), strict=True):
+        torch.testing.assert_close(one.cpu(), other)
+        assert one.stride() == other.stride()
     with torch.inference_mode():
         assert torch.equal(model(x)[0], expected)
     model.train()(x)[0].sum().backward()
     with torch.backends.cudnn.flags(enabled=False):
         model.eval()(x)[0].sum().backward()
+
+
+def flattened(results: Any) -> list[torch.Tensor]:
+    output, state = results
+    return [output, *(state if isinstance(state, tuple) else (state,))]
 
 
 FLASH, EFFICIENT, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchstrategy._base.recurrent_layers import may_be_moved
 from torchstrategy._base.torch_internals import flat_weights
-from torchstrategy.testing._simulation.backend import Backend, operator
+from torchstrategy.testing._simulation.backend import Backend, keys, operator
 from torchstrategy.testing._simulation.ordinals import is_simulated
 
 
@@ -69,8 +69,10 @@ def _as_of_cudnn(op: Any, train: int) -> Callable[..., Any]:
         train: The place of the argument that says whether it is in training mode.
     """
 
+    composite = keys("PrivateUse1")  # torch's kernel in C++, which calls other operators
+
     def layer(*args: Any) -> Any:
-        results = op.decompose(*args)
+        results = op.redispatch(composite, *args)
         if not args[train] and torch.backends.cudnn.enabled:
             for result in results:
                 if result.requires_grad:
