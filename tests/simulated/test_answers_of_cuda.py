@@ -265,3 +265,33 @@ def test_attention_computes_and_refuses_as_on_cuda() -> None:
     for mask in (ones(4, 4).bool(), torch.zeros(4, 4, device="cuda")):
         both = attend(torch.float32, [EFFICIENT, SDPBackend.MATH], mask, is_causal=True)
         torch.testing.assert_close(both, causal)
+
+
+def test_drivers_of_linear_algebra_are_those_of_cuda() -> None:
+    matrix = torch.tensor([[2.0, 1.0], [1.0, 2.0]], device="cuda")
+    for driver in ("gesvd", "gesvdj", "gesvda"):
+        assert torch.linalg.svd(matrix, driver=driver)[1].tolist() == pytest.approx([3, 1])
+    with pytest.raises(RuntimeError, match="unknown svd driver gelsd"):
+        torch.linalg.svdvals(matrix, driver="gelsd")
+    solved = torch.linalg.lstsq(matrix, matrix)
+    torch.testing.assert_close(solved.solution.cpu(), torch.eye(2))
+    assert solved.rank.numel() == 0  # CUDA does not say it
+    with pytest.raises(RuntimeError, match="`driver` other than `gels` is not supported on CUDA"):
+        torch.linalg.lstsq(matrix, matrix, driver="gelsd")
+
+
+def test_errors_have_the_types_and_names_of_cuda() -> None:
+    x, index = ones(2, 2), torch.zeros(1, 2, device="cuda", dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="Index is supposed to be an empty tensor or a vector"):
+        x.index_select(0, index)
+    with pytest.raises(RuntimeError, match=r"have one of the following scalar types.*got torch.cuda.ShortTensor"):
+        nn.functional.embedding(index.short(), x)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.sparse_coo_tensor(index, torch.ones(2), (3,), check_invariants=False)
+    for make in (torch.empty, torch.zeros, torch.rand):
+        with pytest.raises(RuntimeError, match="Only dense CPU tensors can be pinned"):
+            make(2, device="cuda", pin_memory=True)
+    with pytest.raises(RuntimeError, match="Invalid device string: 'cuda:x'"):
+        torch.device("cuda:x")
+    with pytest.raises(NotImplementedError, match="\"addmm_sparse_cuda\" not implemented for 'Half'"):
+        torch.sparse.mm(x.half().to_sparse(), x.half())

@@ -122,6 +122,7 @@ def test_functions_of_torch_that_ask_for_devices_run(tmp_path: Path) -> None:
             exported = torch.export.export(module, (x,), strict=strict).module()
             assert torch.equal(exported(x), module(x))
         assert torch.device(type="cuda", index=0) == x.device
+        assert x.to_sparse().cpu().to_dense().sum() == 6
 
         @torch.library.custom_op("answers::thrice", mutates_args=(), device_types="cuda")
         def thrice(x: torch.Tensor) -> torch.Tensor:

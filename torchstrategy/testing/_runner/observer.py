@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._base.torch_internals import TorchDispatchMode
+from torchstrategy._base.torch_internals import TorchDispatchMode, sparse_indices, sparse_values
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
 from torchstrategy.testing._simulation.replacing import replacing
@@ -93,13 +93,19 @@ class Observer(TorchDispatchMode):
             return
         route = str(source.device), str(target.device)
         self.seen.copies_by_route[route] += 1
-        self.seen.bytes_by_route[route] += source.nbytes
+        self.seen.bytes_by_route[route] += _bytes_of(source)
         on_cpu = [tensor for tensor in (source, target) if not is_simulated(tensor)]
         if on_cpu:
             line, is_pageable = line_of_the_user(), not on_cpu[0].is_pinned()
             self.seen.pageable_copies[line] += is_pageable
             if waits or is_pageable:  # a copy that is not to block does, without pinned memory
                 self.seen.blocking_copies[line] += 1
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.sparse_coo:
+        return tensor.nbytes
+    return sparse_indices(tensor).nbytes + sparse_values(tensor).nbytes
 
 
 @contextmanager

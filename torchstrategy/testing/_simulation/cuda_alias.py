@@ -120,6 +120,8 @@ class cuda_alias(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) > 1 and (dtype := dtype_of_legacy(args[1])) is not None:
             return args[0].to(device=NAME, dtype=dtype)
         if kwargs.get("pin_memory"):
+            if kwargs.get("device") is not None and _DEVICE(_translated(kwargs["device"])).type == NAME:
+                raise RuntimeError("Only dense CPU tensors can be pinned")
             allow_pinned_creation()
         # `torch.device("cuda")` has no index: it means the device that is current when it is used.
         if func is _DEVICE:

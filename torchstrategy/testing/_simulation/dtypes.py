@@ -92,12 +92,16 @@ def in_float32(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 def _checking(kernel: str, dtypes: frozenset[torch.dtype]) -> Check:
     def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if args and args[0].dtype in dtypes and args[0].numel():
+        if args[0].dtype in dtypes and args[0].numel():
             raise _not_implemented(kernel, args[0].dtype)
-        if args and args[0].is_sparse and args[0].dtype in _LOW and kernel == "addmm_cuda":
+        if kernel == "addmm_cuda" and args[0].dtype in _LOW and any(_is_sparse(value) for value in args[:3]):
             raise _not_implemented("addmm_sparse_cuda", args[0].dtype)
 
     return check
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
 
 
 def _check_convolution(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -150,6 +154,19 @@ def _check_int_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             )
 
 
+def _check_scaled_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    one, other = args[:2]
+    if one.stride(1) != 1 or other.stride(0) != 1:
+        raise RuntimeError("Only multiplication of row-major and column-major matrices is supported by cuBLASLt")
+    if one.dtype == other.dtype == torch.float8_e5m2:
+        raise ValueError("Multiplication of two Float8_e5m2 matrices is not supported")
+
+
+def _check_index_select(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if args[2].dim() > 1:
+        raise RuntimeError("Index is supposed to be an empty tensor or a vector")
+
+
 def _refuse_histogram(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     raise NotImplementedError(
         "Could not run 'aten::histogram' with arguments from the 'CUDA' backend: torch has it for the CPU only. Write "
@@ -162,9 +179,11 @@ _CHECKS: dict[str, Check] = {
     "_histogramdd_from_bin_cts": _refuse_histogram,
     "_histogramdd_from_bin_tensors": _refuse_histogram,
     "_int_mm": _check_int_mm,
+    "_scaled_mm": _check_scaled_mm,
     "convolution": _check_convolution,
     "histc": _check_histc,
     "histogram": _refuse_histogram,
+    "index_select": _check_index_select,
     "native_dropout": _check_dropout,
     "native_group_norm": lambda args, kwargs: _check_norm(args, kwargs, first=1),
     "native_layer_norm": lambda args, kwargs: _check_norm(args, kwargs, first=2),

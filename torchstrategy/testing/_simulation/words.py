@@ -8,13 +8,14 @@ from pathlib import Path, PurePath
 
 from torchstrategy.testing._simulation.ordinals import NAME
 
-_DEVICE = re.compile(rf"\b{NAME}(?=:\d)|(?<=['\"]){NAME}(?=['\"])|(?<=\btorch\.){NAME}\b")
+_DEVICE = re.compile(rf"\b{NAME}(?=:)|(?<=['\"]){NAME}(?=['\"])|(?<=\btorch\.){NAME}\b")
+_TYPE = re.compile(rf"\b{NAME}([A-Z]\w*)Type\b")  # C++'s name of a type of tensors: `simFloatType`
 _OF_PACKAGES = ("site-packages", "dist-packages")
 
 
 def in_words_of_cuda(text: str) -> str:
     """A message in which simulated devices have the name that the program gives them: `cuda:1` for `sim:1`."""
-    return _DEVICE.sub("cuda", text)
+    return _TYPE.sub(r"torch.cuda.\1Tensor", _DEVICE.sub("cuda", text))
 
 
 def say_cuda(error: BaseException) -> None:
