@@ -67,7 +67,7 @@ def _svd(matrix: Any, full_matrices: bool = False, compute_uv: bool = True, *, d
             f"torch.linalg.svd: unknown svd driver {driver} in svd_cusolver computation, please choose from `gesvd`, "
             "`gesvdj`, and `gesvda`"
         )
-    return torch.ops.aten._linalg_svd(matrix, full_matrices, compute_uv)
+    return operator("_linalg_svd")(matrix, full_matrices, compute_uv)
 
 
 def _lstsq(matrix: Any, other: Any, rcond: float | None = None, *, driver: str | None = None) -> Any:
