@@ -105,7 +105,8 @@ class Observer(TorchDispatchMode):
 def _bytes_of(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.sparse_coo:
         return tensor.nbytes
-    return sparse_indices(tensor).nbytes + sparse_values(tensor).nbytes
+    parts: list[torch.Tensor] = [sparse_indices(tensor), sparse_values(tensor)]
+    return sum(part.nbytes for part in parts)
 
 
 @contextmanager

@@ -18,7 +18,8 @@ def register(backend: Backend) -> None:
     """Registers the kernels."""
     _register_convolution(backend)
     _register_dropout(backend)
-    for name, function in {**_CELLS, "histc": _histc, "_linalg_svd": _svd, "linalg_lstsq": _lstsq}.items():
+    functions: dict[str, Callable[..., Any]] = {"histc": _histc, "_linalg_svd": _svd, "linalg_lstsq": _lstsq}
+    for name, function in {**_CELLS, **functions}.items():
         backend.kernel(name)(written_for_cpu(operator(name), function))
 
 
