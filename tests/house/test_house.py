@@ -59,6 +59,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ("testing", "_simulation"): [
         {"torch_internals"},
         {
+            "dtypes",
             "facades",
             "listeners",
             "replacing",
@@ -78,10 +79,10 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"memory"},
         {"storages"},
         {"cuda_graphs", "kernels", "module", "tensors"},
-        {"cuda_calls", "cuda_more"},
+        {"cuda_calls", "cuda_more", "registered"},
         {"cuda_names"},
-        {"accelerator", "backend", "cuda_alias", "parallel", "recurrent"},
-        {"attention", "autocast", "batch_norm", "creation", "layers", "sparse"},
+        {"accelerator", "backend", "cuda_alias", "parallel", "scripted"},
+        {"attention", "autocast", "batch_norm", "creation", "layers", "recurrent", "sparse"},
     ],
     ("testing", "_virtual_time"): [
         {"hosts", "profiles", "spans", "steps"},

@@ -188,20 +188,60 @@ def test_graphed_callables_compute_what_the_module_does() -> None:
         torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
 
 
+PREVIOUS = "operation failed due to a previous error during capture"
+NOT_PERMITTED = "operation not permitted when stream is capturing"
+
+
 @pytest.mark.parametrize(
     ("call", "what"),
     [
-        (lambda x: x.sum().item(), "reads what the device has computed"),
-        (lambda x: x.cpu(), "a tensor is copied between the CPU and a device"),
-        (lambda x: torch.ones(2).cuda(), "a tensor is copied between the CPU and a device"),
+        (lambda x: x.sum().item(), f"{PREVIOUS}: {NOT_PERMITTED}: .*reads what the device has computed"),
+        (lambda x: torch.cuda.synchronize(), f"{NOT_PERMITTED}: synchronize.. waits for the device"),
+        (lambda x: torch.cuda.current_stream().synchronize(), f"{NOT_PERMITTED}: stream.synchronize.. waits"),
+        (lambda x: torch.cuda.current_stream().query(), f"{NOT_PERMITTED}: stream.query.. asks the device"),
+        (lambda x: torch.cuda.Event().query(), f"{NOT_PERMITTED}: event.query.. asks the device"),
+        (lambda x: torch.cuda.Event().synchronize(), f"{NOT_PERMITTED}: event.synchronize.. waits for the device"),
+        (lambda x: x.cpu(), "Cannot copy between CPU and CUDA tensors during CUDA graph capture"),
+        (lambda x: torch.ones(2).cuda(), "Cannot copy between CPU and CUDA tensors during CUDA graph capture"),
+        (lambda x: torch.tensor([1.0], device="cuda"), "Cannot copy between CPU and CUDA tensors"),
     ],
 )
 def test_a_graph_cannot_wait_for_the_program(call: Any, what: str) -> None:
     x, y = torch.ones(3, device="cuda"), torch.ones(3, device="cuda")
     with (
-        pytest.raises(RuntimeError, match=rf"operation not permitted when stream is capturing: .*{what}"),
+        pytest.raises(RuntimeError if "Cannot" in what else torch.AcceleratorError, match=what),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         y += 1
         call(x)
     assert y.tolist() == [1, 1, 1] and not torch.cuda.is_current_stream_capturing()
+
+
+def test_a_graph_that_waits_is_lost_though_the_program_catches_it() -> None:
+    graph, x = torch.cuda.CUDAGraph(), torch.ones(3, device="cuda")
+    with pytest.raises(torch.AcceleratorError, match=PREVIOUS), torch.cuda.graph(graph):
+        x += 1
+        with pytest.raises(torch.AcceleratorError, match=NOT_PERMITTED):
+            torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="Called CUDAGraph::replay without a preceding successful capture"):
+        graph.replay()
+
+
+def test_a_graph_is_captured_once_and_on_a_stream_of_its_own() -> None:
+    graph, x = torch.cuda.CUDAGraph(), torch.ones(3, device="cuda")
+    with pytest.raises(RuntimeError, match="must be captured on a non-default stream"):
+        graph.capture_begin()
+    assert not torch.cuda.is_current_stream_capturing()
+    with pytest.raises(torch.AcceleratorError, match="cannot be performed in the present state"):
+        graph.capture_end()
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        graph.replay()
+    with torch.cuda.graph(graph):
+        x += 1
+    with pytest.raises(RuntimeError, match="already owns a captured graph"), torch.cuda.graph(graph):
+        x += 1
+    graph.replay()
+    assert x.tolist() == [2, 2, 2]
+    graph.reset()
+    with pytest.warns(UserWarning, match="The CUDA Graph is empty"), torch.cuda.graph(graph):
+        pass

@@ -107,6 +107,37 @@ def test_the_type_of_devices_is_touched_by_the_runner_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_functions_of_torch_that_ask_for_devices_run(tmp_path: Path) -> None:
+    program = """
+        import torch
+        from torch import nn
+
+        class Moves(nn.Module):
+            def forward(self, x):
+                return x.to("cuda") + torch.ones(2, device=x.device)
+
+        x = torch.ones(3, 2, device="cuda")
+        assert torch.func.vmap(lambda row: row * 2)(x).tolist() == [[2, 2]] * 3
+        for module, strict in ((Moves(), False), (nn.Softmax(-1), True)):
+            exported = torch.export.export(module, (x,), strict=strict).module()
+            assert torch.equal(exported(x), module(x))
+        assert torch.device(type="cuda", index=0) == x.device
+        assert x.to_sparse().cpu().to_dense().sum() == 6
+
+        @torch.library.custom_op("answers::thrice", mutates_args=(), device_types="cuda")
+        def thrice(x: torch.Tensor) -> torch.Tensor:
+            return x * 3
+
+        thrice.register_autocast("cuda", torch.float16)
+        with torch.autocast("cuda"):
+            assert thrice(x).dtype == torch.float16
+        assert thrice(x).dtype == torch.float32
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    done, _ = run(tmp_path, "--devices", "1", "--as-cuda", "program.py")
+    assert done.returncode == 0, done.stderr
+
+
 # Exit status, and what ends a program
 
 

@@ -11,6 +11,7 @@ Note [Who asks]: C calls the functions below, so the frame that calls them is th
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -145,8 +146,10 @@ def _translated(text: str) -> str:
 
 def _exchange() -> list[tuple[Any, str, bool, Any]]:
     """Replaces what programs, and torch for them, ask about CUDA; returns what was there before."""
-    module, get_module = torch.get_device_module(NAME), torch.get_device_module
+    module = torch.get_device_module(NAME)
+    get_module: Any = torch.get_device_module
 
+    @functools.wraps(get_module.__wrapped__)  # torch's compiler looks for what is wrapped here
     def get_device_module(device: Any = None) -> Any:
         if device is None or (isinstance(device, str) and device.partition(":")[0] in ("cuda", NAME)):
             return module if _is_asked_by_us() else torch.cuda

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._base.torch_internals import TorchDispatchMode
+from torchstrategy._base.torch_internals import TorchDispatchMode, sparse_indices, sparse_values
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
 from torchstrategy.testing._simulation.replacing import replacing
@@ -87,19 +87,26 @@ class Observer(TorchDispatchMode):
         if steps == self._most_steps:
             raise _Stopped(0)
 
-    def _copied(self, source: torch.Tensor, target: torch.Tensor, waits: bool) -> None:
+    def _copied(self, source: Any, target: torch.Tensor, waits: bool) -> None:
         # In `vmap`, torch copies the 2 of `x * 2` to its dtype as a tensor, which is a number again where it is seen.
         if not isinstance(source, torch.Tensor) or source.device == target.device:
             return
         route = str(source.device), str(target.device)
         self.seen.copies_by_route[route] += 1
-        self.seen.bytes_by_route[route] += source.nbytes
+        self.seen.bytes_by_route[route] += _bytes_of(source)
         on_cpu = [tensor for tensor in (source, target) if not is_simulated(tensor)]
         if on_cpu:
             line, is_pageable = line_of_the_user(), not on_cpu[0].is_pinned()
             self.seen.pageable_copies[line] += is_pageable
             if waits or is_pageable:  # a copy that is not to block does, without pinned memory
                 self.seen.blocking_copies[line] += 1
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.sparse_coo:
+        return tensor.nbytes
+    parts: list[torch.Tensor] = [sparse_indices(tensor), sparse_values(tensor)]
+    return sum(part.nbytes for part in parts)
 
 
 @contextmanager

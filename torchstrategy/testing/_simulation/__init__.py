@@ -15,6 +15,7 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     memory        one piece of CPU memory, as a tensor of a simulated device and as one of the CPU
     uses          what was done last with each part of a storage
     recorder      which stream waits for which, and where none does and should
+    dtypes        what CUDA refuses to compute, and the CPU does not
     accounts      how many bytes each device holds
     kernels       how any operator is run
     backend       registers kernels with torch's dispatcher
@@ -23,6 +24,7 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     attention     attention as one kernel
     batch_norm    kernels of `torch.nn.SyncBatchNorm`
     sparse        kernels of sparse tensors
+    recurrent     recurrent layers as cuDNN has them
     autocast      mixed precision
     generators    random numbers
     words         what messages call devices and files
@@ -33,11 +35,12 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     tensors       functions of tensors for which torch's C++ has a wrong answer
     accelerator   `torch.accelerator` and backward
     parallel      `torch.nn.parallel`
-    recurrent     recurrent layers whose weights lie in one piece of memory
+    scripted      modules of TorchScript
     fakes         tensors with sizes and no memory
     pending       how an exception of a hook gets out of torch's C++
     facades       how a class of torch is replaced
     module        the module `torch.sim`
+    registered    kernels that a program registers for CUDA
     cuda_calls    calls that need another form
     cuda_more     more of its names, and those that are missing
     cuda_names    what the names of `torch.cuda` stand for there
@@ -84,6 +87,9 @@ from torchstrategy.testing._simulation import (
 )
 from torchstrategy.testing._simulation import (
     recurrent as _recurrent,
+)
+from torchstrategy.testing._simulation import (
+    scripted as _scripted,
 )
 from torchstrategy.testing._simulation import (
     sparse as _sparse,
@@ -169,7 +175,7 @@ def simulate_devices(count: int) -> list[torch.device]:
     )
     declare(count)
     backend = Backend()
-    for part in (_creation, _layers, _attention, _batch_norm, _sparse, _autocast):
+    for part in (_creation, _layers, _attention, _batch_norm, _sparse, _recurrent, _autocast):
         part.register(backend)
     backend.fall_back()
     backend.run_directly()
@@ -177,6 +183,7 @@ def simulate_devices(count: int) -> list[torch.device]:
     for mended in (_generators, _streams, _storages, _tensors, _accelerator, _parallel, _fakes, _cuda_alias):
         mended.install()
     _recurrent.install()
+    _scripted.install()
     _pinned_creation.install()
     _generators.make_default_generators(count)
     return simulated_devices()

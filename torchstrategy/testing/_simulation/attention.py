@@ -41,6 +41,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    _check(query, key, value, attn_mask)
+    if attn_mask is not None and is_causal:
+        attn_mask, is_causal = _causal(attn_mask, query, key), False
     # Fused kernels of GPUs also know masks, dropout and groups of queries. The CPU has none that do all of it.
     if attn_mask is None and not dropout_p and not enable_gqa and _can_be_one(query, key, value):
         # A subclass of tensors, such as DTensor.
@@ -51,9 +54,50 @@ def _attention(
     return _taken_apart(query, key, value, _additive(attn_mask, query), dropout_p, is_causal, None, **options)[0]
 
 
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Refuses what CUDA refuses: dtypes that differ, and what no kernel computes of those that are allowed."""
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(
+            "Expected query, key, and value to have the same dtype, but got query.dtype: "
+            f"{query.dtype} key.dtype: {key.dtype} and value.dtype: {value.dtype} instead."
+        )
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
+            f"{mask.dtype} and  query.dtype: {query.dtype} instead."
+        )
+    allowed: Any = torch.backends.cuda  # where `torch.nn.attention.sdpa_kernel` notes what is allowed, for all devices
+    if allowed.math_sdp_enabled():
+        return
+    flash, efficient, cudnn = (
+        allowed.flash_sdp_enabled(),
+        allowed.mem_efficient_sdp_enabled(),
+        allowed.cudnn_sdp_enabled(),
+    )
+    if not (flash or efficient or cudnn):
+        raise RuntimeError(
+            "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the "
+            "math kernel and the fused kernels."
+        )
+    is_low = query.dtype in (torch.float16, torch.bfloat16)
+    is_computed = query.dim() == 4 and (
+        (flash and is_low and mask is None)
+        or (efficient and (is_low or query.dtype == torch.float32))
+        or (cudnn and is_low)
+    )
+    if not is_computed:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def _causal(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask with which no token sees a later one."""
+    earlier = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+    return mask & earlier if mask.dtype == torch.bool else mask.masked_fill(~earlier, float("-inf"))
+
+
 def _can_be_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     tensors = (query, key, value)
-    cuda: Any = torch.backends.cuda  # where `torch.nn.attention.sdpa_kernel` notes what is allowed, for all devices
+    cuda: Any = torch.backends.cuda
     return (
         (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled())
         and all(tensor.dim() == 4 and tensor.numel() and tensor.stride(-1) == 1 for tensor in tensors)

@@ -23,6 +23,7 @@ from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_withou
 from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal
 from torchstrategy.testing._simulation.pinned_creation import allow_pinned_creation
+from torchstrategy.testing._simulation.registered import registering_for_cuda
 from torchstrategy.testing._simulation.torch_internals import CPP, ENGINE, tensor_cuda, without_dispatch_modes
 from torchstrategy.testing._simulation.words import say_cuda
 
@@ -42,6 +43,7 @@ class Compiling:
     count = 0
 
 
+_DEVICE: Any = torch.device  # under another name also where something stands in for the class
 _lock = threading.Lock()
 _before: list[tuple[Any, str, Any]] = []  # while a block is open: what is replaced, to be put back
 _open = 0  # how many blocks are open, on all threads
@@ -118,10 +120,12 @@ class cuda_alias(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) > 1 and (dtype := dtype_of_legacy(args[1])) is not None:
             return args[0].to(device=NAME, dtype=dtype)
         if kwargs.get("pin_memory"):
+            if kwargs.get("device") is not None and _DEVICE(_translated(kwargs["device"])).type == NAME:
+                raise RuntimeError("Only dense CPU tensors can be pinned")
             allow_pinned_creation()
         # `torch.device("cuda")` has no index: it means the device that is current when it is used.
-        if func is torch.device and args[:1] == ("cuda",):
-            return torch.device(NAME, *args[1:], **kwargs)
+        if func is _DEVICE:
+            return _device(*args, **kwargs)
         args = in_another_form(func, args, kwargs)
         return func(*map(_translated, args), **{name: _translated(value) for name, value in kwargs.items()})
 
@@ -136,7 +140,7 @@ def _open_one() -> None:
         _exchange(ENGINE.owner, ENGINE.name, _Engine(ENGINE.now()))
         _exchange(threading.Thread, "start", _starts(threading.Thread.start))
         _exchange(torch, "compile", _compiles(torch.compile))
-        for owner, name, value in profilers_without_cuda():
+        for owner, name, value in (*profilers_without_cuda(), *registering_for_cuda()):
             _exchange(owner, name, value)
         _exchange(torch, "set_default_tensor_type", _sets_default_type(torch.set_default_tensor_type))
         _exchange(tensors, "with_index", _in_operators(tensors.with_index))
@@ -340,6 +344,17 @@ def _restore(storage: Any, location: str) -> Any:
     if not location.startswith("cuda") or not _is_on():
         return None
     return storage.to(device=torch.device(NAME, ordinal(_translated(location))))
+
+
+def _device(*args: Any, **kwargs: Any) -> torch.device:
+    named = {name: _as_name(value) for name, value in kwargs.items()}
+    made: torch.device = _DEVICE(*map(_as_name, args), **named)
+    return made
+
+
+def _as_name(value: Any) -> Any:
+    kind, colon, index = value.partition(":") if type(value) is str else ("", "", "")
+    return f"{NAME}{colon}{index}" if kind == "cuda" else value
 
 
 def _cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:

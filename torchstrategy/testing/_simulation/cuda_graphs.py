@@ -9,6 +9,7 @@ block. Python's part of it runs once, as on a GPU.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, final
@@ -19,7 +20,16 @@ from torchstrategy._base.torch_internals import TorchDispatchMode, keeping_versi
 from torchstrategy.testing._simulation.generators import default_generators
 from torchstrategy.testing._simulation.listeners import nobody_listening
 from torchstrategy.testing._simulation.ordinals import is_simulated
-from torchstrategy.testing._simulation.streams import Stream, current_stream, set_capturing, stream
+from torchstrategy.testing._simulation.streams import (
+    AcceleratorError,
+    Stream,
+    current_stream,
+    default_stream,
+    refuse_in_capture,
+    set_capturing,
+    stream,
+    why_capture_is_lost,
+)
 from torchstrategy.testing._simulation.torch_internals import schema, tree_map_only
 
 _aten = torch.ops.aten
@@ -60,11 +70,25 @@ class CUDAGraph:
     def __init__(self, keep_graph: bool = False) -> None:
         self._calls: list[_Call] = []
         self._recording: _Recording | None = None
+        self._is_ready = False
         self._block = ExitStack()
         self._pool = (0, next(_pools))
 
     def capture_begin(self, pool: Any = None, *_: Any, **options: Any) -> None:
-        """Begins to keep the operators of this thread."""
+        """Begins to keep the operators of this thread.
+
+        Raises:
+            RuntimeError: On the default stream, and if this graph was captured already.
+        """
+        if self._is_ready:
+            raise RuntimeError(
+                "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
+            )
+        if current_stream() == default_stream():
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them "
+                "on the default stream.)"
+            )
         if pool is not None:
             self._pool = pool
         self._calls.clear()
@@ -77,20 +101,39 @@ class CUDAGraph:
         """Ends that, and undoes what was written.
 
         Raises:
-            RuntimeError: If it had not begun.
+            RuntimeError: If it had not begun, or if something was called that CUDA does not allow in it.
         """
         recording, self._recording = self._recording, None
         if recording is None:
-            raise RuntimeError("CUDAGraph.capture_end() was called, and capture_begin() was not.")
+            raise AcceleratorError(
+                "CUDA error: the operation cannot be performed in the present state: CUDAGraph.capture_end() was "
+                "called, and capture_begin() was not."
+            )
+        reason = why_capture_is_lost()
         try:
             recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             recording.undo()
         finally:
             set_capturing(False)
             self._block.close()
+        if reason is not None:
+            raise AcceleratorError(f"CUDA error: operation failed due to a previous error during capture: {reason}")
+        if not self._calls:
+            warnings.warn(
+                "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
+                "device or stream.",
+                stacklevel=2,
+            )
+        self._is_ready = True
 
     def replay(self) -> None:
-        """Runs the operators again, on the tensors that they had."""
+        """Runs the operators again, on the tensors that they had.
+
+        Raises:
+            RuntimeError: If no capture has succeeded.
+        """
+        if not self._is_ready:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         with torch.no_grad():
             for call in self._calls:
                 _run_again(call)
@@ -98,6 +141,7 @@ class CUDAGraph:
     def reset(self) -> None:
         """Forgets the operators."""
         self._calls.clear()
+        self._is_ready = False
 
     def pool(self) -> Any:
         """A token for the memory of this graph, which others may share."""
@@ -134,9 +178,11 @@ class graph:
 
     def __enter__(self) -> None:
         torch.cuda.synchronize()  # as torch does
-        self._block.enter_context(stream(self._stream or Stream()))
-        self._block.callback(self._graph.capture_end)
-        self._graph.capture_begin(self._pool)
+        with ExitStack() as block:
+            block.enter_context(stream(self._stream or Stream()))
+            self._graph.capture_begin(self._pool)
+            block.callback(self._graph.capture_end)
+            self._block = block.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._block.__exit__(*error)
@@ -168,12 +214,17 @@ class _Recording(TorchDispatchMode):
         tensors = list(_tensors(args, kwargs))
         on_devices = [tensor for tensor in tensors if is_simulated(tensor)]
         if func in _READS and on_devices:
-            _refuse(f"{func} reads what the device has computed")
+            refuse_in_capture(f"{func} reads what the device has computed")
         self._keep(_written(func, args, kwargs))
         result = func(*args, **kwargs)
         results = list(_tensors(result))
-        if func in (_aten.copy_.default, _aten._to_copy.default) and _crosses(tensors, results):
-            _refuse("a tensor is copied between the CPU and a device")
+        # torch shows no mode the copy to a device in `torch.tensor([1], device="cuda")`, only what comes after it.
+        is_lifted = func is _aten.lift_fresh.default and on_devices
+        if is_lifted or (func in (_aten.copy_.default, _aten._to_copy.default) and _crosses(tensors, results)):
+            raise RuntimeError(
+                "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
+                "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
+            )
         if on_devices or any(map(is_simulated, results)):
             made = _made(func, result)
             self._own.update(tensor.untyped_storage().data_ptr() for tensor in made if tensor is not None)
@@ -199,13 +250,6 @@ class _Recording(TorchDispatchMode):
         for tensor in tensors:
             if tensor.untyped_storage().data_ptr() not in self._own:
                 self._before.append((tensor, tensor.detach().clone()))
-
-
-def _refuse(what: str) -> None:
-    raise RuntimeError(
-        f"operation not permitted when stream is capturing: {what} while a CUDA graph is captured, and a graph cannot "
-        "wait for the CPU. Do it before the capture, or after a replay."
-    )
 
 
 def _run_again(call: _Call) -> None:

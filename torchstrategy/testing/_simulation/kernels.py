@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import is_autocast_enabled  # under this name also where `cuda_alias` puts another in its place
 
+from torchstrategy.testing._simulation.dtypes import IN_FLOAT32, check_of, in_float32
 from torchstrategy.testing._simulation.generators import check_generator, default_generator
 from torchstrategy.testing._simulation.listeners import listeners, listeners_to_launches
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
@@ -93,6 +94,7 @@ class _Operator:
         declared = schema(op)
         arguments = declared.arguments
         self.name = str(op)
+        self.check = check_of(self.name)
         self.names: list[str] = [argument.name for argument in arguments]
         self._from_the_cpu = _FROM_THE_CPU.get(self.name, "").split()
         self._come_to_the_cpu = _COME_TO_THE_CPU.get(self.name)
@@ -274,6 +276,8 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
             return call(*args, **kwargs)
     arguments = _Arguments(operator, args, kwargs)
     device = arguments.device
+    if operator.check is not None:
+        operator.check(arguments.args, arguments.kwargs)
     if operator.generator is not None:
         _give_generator(arguments, operator.generator, device)
     if listeners_to_launches():
@@ -312,6 +316,8 @@ def _called(call: Callable[..., Any], operator: _Operator, arguments: _Arguments
     try:
         return call(*arguments.args, **arguments.kwargs)
     except RuntimeError as error:
+        if operator.name in IN_FLOAT32 and "not implemented for" in str(error):
+            return in_float32(call, arguments.args, arguments.kwargs)
         if "Expected a value of type 'Tensor" in str(error):
             # Torch wraps a number in a tensor where an operator wants a tensor, and unwraps it again for a kernel that
             # is written in Python. Not every operator of the CPU accepts the number.

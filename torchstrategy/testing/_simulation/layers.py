@@ -18,7 +18,8 @@ def register(backend: Backend) -> None:
     """Registers the kernels."""
     _register_convolution(backend)
     _register_dropout(backend)
-    for name, function in {**_CELLS, "histc": _histc}.items():
+    functions: dict[str, Callable[..., Any]] = {"histc": _histc, "_linalg_svd": _svd, "linalg_lstsq": _lstsq}
+    for name, function in {**_CELLS, **functions}.items():
         backend.kernel(name)(written_for_cpu(operator(name), function))
 
 
@@ -58,6 +59,23 @@ def _histc(inputs: Any, *options: Any, **named: Any) -> Any:
     if inputs.dtype.is_floating_point:
         return torch.histc(inputs, *options, **named)
     return torch.histc(inputs.double(), *options, **named).to(inputs.dtype)
+
+
+def _svd(matrix: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None) -> Any:
+    """Takes the name of a function of cuSOLVER, as on GPUs. The CPU has one function only."""
+    if driver not in (None, "gesvd", "gesvdj", "gesvda"):
+        raise RuntimeError(
+            f"torch.linalg.svd: unknown svd driver {driver} in svd_cusolver computation, please choose from `gesvd`, "
+            "`gesvdj`, and `gesvda`"
+        )
+    return operator("_linalg_svd")(matrix, full_matrices, compute_uv)
+
+
+def _lstsq(matrix: Any, other: Any, rcond: float | None = None, *, driver: str | None = None) -> Any:
+    """Solves as CUDA does, which knows one driver: it says nothing of the rank, and needs a full one."""
+    if driver not in (None, "gels"):
+        raise RuntimeError("torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA")
+    return torch.linalg.lstsq(matrix, other, rcond, driver="gels")
 
 
 # Torch has fused cells of recurrent layers for GPUs only, so they are written below.

@@ -31,6 +31,7 @@ from torchstrategy.testing._simulation.streams import (
     Stream,
     current_stream,
     default_stream,
+    refuse_in_capture,
     set_stream,
     stream,
 )
@@ -109,6 +110,7 @@ def device_of(tensor: torch.Tensor) -> current:
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Returns at once: nothing is under way."""
+    refuse_in_capture("synchronize() waits for the device")
     index = ordinal(device)
     for listener in listeners():
         listener.synchronized_device(index)
@@ -127,8 +129,8 @@ def get_device_properties(device: torch.device | str | int | None = None) -> typ
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """The dtypes to which autocast may cast."""
-    return [torch.bfloat16, torch.float16]
+    """The dtypes to which autocast may cast: all, since CUDA warns of none."""
+    return [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 
 
 def is_bf16_supported() -> bool:

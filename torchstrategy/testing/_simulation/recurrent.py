@@ -1,4 +1,7 @@
-"""Recurrent layers whose weights lie in one piece of memory, as `flatten_parameters` lays them on CUDA for cuDNN."""
+"""Recurrent layers as cuDNN has them on CUDA.
+
+Their weights lie in one piece of memory, as `flatten_parameters` lays them. In eval mode they have no backward.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import nn
 
 from torchstrategy._base.recurrent_layers import may_be_moved
 from torchstrategy._base.torch_internals import flat_weights
+from torchstrategy.testing._simulation.backend import Backend, keys, operator
 from torchstrategy.testing._simulation.ordinals import is_simulated
 
 
@@ -47,3 +51,36 @@ def _lay_in_one_piece(weights: Sequence[torch.Tensor]) -> None:
         parts = piece.split([weight.numel() for weight in weights])
         for weight, part in zip(weights, parts, strict=True):
             weight.set_(part.view(weight.shape))
+
+
+def register(backend: Backend) -> None:
+    """Registers the layers, whose composite kernels stay what they are."""
+    for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        for overload, train in (("input", 6), ("data", 7)):
+            op = operator(f"{layer}.{overload}")
+            backend.kernel(f"{layer}.{overload}", "AutogradPrivateUse1")(_as_of_cudnn(op, train))
+
+
+def _as_of_cudnn(op: Any, train: int) -> Callable[..., Any]:
+    """Makes the kernel of a layer.
+
+    Args:
+        op: Its operator.
+        train: The place of the argument that says whether it is in training mode.
+    """
+
+    composite = keys("PrivateUse1")  # torch's kernel in C++, which calls other operators
+
+    def layer(*args: Any) -> Any:
+        results = op.redispatch(composite, *args)
+        if not args[train] and torch.backends.cudnn.enabled:
+            for result in results:
+                if result.requires_grad:
+                    result.register_hook(_refuse_backward)
+        return results
+
+    return layer
+
+
+def _refuse_backward(gradient: torch.Tensor) -> None:
+    raise RuntimeError("cudnn RNN backward can only be called in training mode")

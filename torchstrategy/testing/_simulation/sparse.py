@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchstrategy.testing._simulation.backend import Backend, keys, operator
+from torchstrategy.testing._simulation.kernels import mismatch
 from torchstrategy.testing._simulation.memory import on_cpu, on_device
 from torchstrategy.testing._simulation.ordinals import current, index_of
 from torchstrategy.testing._simulation.torch_internals import tensor_data
@@ -48,6 +49,8 @@ def register(backend: Backend) -> None:
 def _structural(op: Any, kernels: Any) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         devices = [value.device for value in reversed(args) if isinstance(value, torch.Tensor)]
+        if len(set(devices)) > 1:
+            raise mismatch(str(op), devices[1], devices[0])
         with current(devices[0] if devices else kwargs.get("device")):  # a new one is put on the current device
             return op.redispatch(kernels, *args, **kwargs)
 

@@ -29,6 +29,8 @@ from torchstrategy.testing._simulation.pinned import is_pinned
 from torchstrategy.testing._simulation.sync_debug import check_wait, get_sync_debug_mode
 from torchstrategy.testing._simulation.torch_internals import PRIVATEUSE1_ID
 
+# What torch raises for errors of CUDA; a RuntimeError.
+AcceleratorError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
 _ids = itertools.count(1)
 _HIGHEST = -5  # of the priorities of streams, as on recent GPUs
 # The objects for the default streams, by thread and device. torch makes one at each call, which no two threads share.
@@ -40,6 +42,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}  # by device: its current stream
         self.is_capturing = False
+        self.lost: str | None = None  # why the capture cannot succeed any more
 
 
 _here = _Here()
@@ -68,6 +71,7 @@ class Stream(torch.Stream):  # the original: `install` puts another one in its p
 
     def synchronize(self) -> None:
         """Returns at once: nothing is under way."""
+        refuse_in_capture("stream.synchronize() waits for the device")
         for listener in listeners():
             listener.synchronized_stream(_key(self), "stream.synchronize()")
 
@@ -83,6 +87,7 @@ class Stream(torch.Stream):  # the original: `install` puts another one in its p
 
     def query(self) -> bool:
         """Whether all work is done: always, but in a block of `virtual_time`."""
+        refuse_in_capture("stream.query() asks the device")
         return all(listener.is_idle(_key(self)) for listener in listeners())
 
     def is_capturing(self) -> bool:
@@ -159,11 +164,13 @@ class Event(torch.Event):
 
     def synchronize(self) -> None:
         """Returns at once: what was recorded has happened."""
+        refuse_in_capture("event.synchronize() waits for the device")
         for listener, moment in self._noted():
             listener.synchronized(moment)
 
     def query(self) -> bool:
         """Whether it has happened: always, but in a block of `virtual_time`."""
+        refuse_in_capture("event.query() asks the device")
         return all(listener.is_over(moment) for listener, moment in self._noted())
 
     def elapsed_time(self, end: Event) -> float:  # type: ignore[override]
@@ -225,7 +232,22 @@ def current_stream(device: torch.device | str | int | None = None) -> Stream:
 
 def set_capturing(is_capturing: bool) -> None:
     """Says whether this thread's work is recorded as a graph."""
-    _here.is_capturing = is_capturing
+    _here.is_capturing, _here.lost = is_capturing, None
+
+
+def why_capture_is_lost() -> str | None:
+    """Why the graph that is recorded now cannot be had any more; None if it can."""
+    return _here.lost
+
+
+def refuse_in_capture(what: str) -> None:
+    """Refuses a call that CUDA does not allow while this thread's work is recorded as a graph, which is lost then."""
+    if _here.is_capturing:
+        _here.lost = (
+            f"operation not permitted when stream is capturing: {what} while a CUDA graph is captured, and a graph "
+            "cannot wait for the CPU. Do it before the capture, or after a replay."
+        )
+        raise AcceleratorError(f"CUDA error: {_here.lost}")
 
 
 def set_stream(stream: Stream) -> None:

@@ -78,8 +78,10 @@ def _reading_items(call: Callable[..., Any], position: int = 0) -> Callable[...,
 def _with_items_here(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_with_items_here(inner) for inner in value]
-    if isinstance(value, torch.Tensor) and is_simulated(value) and not value.dim():
-        return torch.scalar_tensor(value.item(), dtype=value.dtype, device="cpu")
+    if isinstance(value, torch.Tensor) and is_simulated(value):
+        if value.numel() != 1:
+            raise ValueError("only one element tensors can be converted to Python scalars")
+        return torch.full(value.shape, value.item(), dtype=value.dtype, device="cpu")
     return value
 
 
