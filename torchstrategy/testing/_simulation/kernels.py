@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import is_autocast_enabled  # under this name also where `cuda_alias` puts another in its place
 
-from torchstrategy.testing._simulation.generators import check_generator, default_generator
+from torchstrategy.testing._simulation.generators import inside, inside_default_generator, refused_by_the_cpu
 from torchstrategy.testing._simulation.listeners import listeners, listeners_to_launches
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
 from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simulated, ordinal
@@ -149,6 +149,11 @@ class _Arguments:
             raise mismatch(self._operator.name, torch.device(NAME, self._device), self._stranger)
         return self._device
 
+    @property
+    def are_of_the_cpu(self) -> bool:
+        """Whether the call is one of the CPU, which torch has brought here for a generator of a device."""
+        return self._device is None and self._given_kwargs.get("device") is None
+
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the simulated device among the arguments."""
         return [tensor for tensor, _ in self._seen.values()]
@@ -260,9 +265,11 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
 def _give_generator(arguments: _Arguments, position: int, device: int) -> None:
     generator = arguments[position]
     if generator is None:
-        arguments[position] = default_generator(device)
+        arguments[position] = inside_default_generator(device)
+    elif arguments.are_of_the_cpu:
+        raise refused_by_the_cpu()
     else:
-        check_generator(generator, device)
+        arguments[position] = inside(generator)
 
 
 def _called(call: Callable[..., Any], operator: _Operator, arguments: _Arguments) -> Any:

@@ -14,7 +14,6 @@ from torchstrategy.testing._simulation.generators import (
     counted_state,
     default_generator,
     default_generators,
-    set_counted_state,
 )
 from torchstrategy.testing._simulation.listeners import listeners
 from torchstrategy.testing._simulation.ordinals import (
@@ -38,7 +37,6 @@ from torchstrategy.testing._simulation.streams import (
 _TOTAL_MEMORY = 16 * 2**30  # what `get_device_properties` says; nothing enforces it
 # The modules that draw for DTensors. The second does for devices that say that they are CUDA's.
 _OF_DTENSORS = ("torch.distributed.tensor._random", "torch._prims.rng_prims")
-_COUNTED_STATE = 16  # the bytes of a GPU's state of random numbers
 
 
 def make_module() -> types.ModuleType:
@@ -178,10 +176,7 @@ def get_rng_state(device: torch.device | str | int = NAME) -> torch.Tensor:
 
 def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = NAME) -> None:
     """Sets the state of the default generator of a device."""
-    if new_state.numel() == _COUNTED_STATE:
-        set_counted_state(ordinal(device), new_state)
-    else:
-        default_generator(ordinal(device)).set_state(new_state)
+    default_generator(ordinal(device)).set_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
