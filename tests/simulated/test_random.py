@@ -120,13 +120,13 @@ DRAWS_FROM: dict[str, Callable[[Any, torch.Generator], Any]] = {
 
 @pytest.mark.parametrize("draw", DRAWS_FROM.values(), ids=DRAWS_FROM)
 def test_a_generator_of_another_kind_of_device_is_refused(draw: Any) -> None:
-    with pytest.raises(RuntimeError, match="^Expected a 'sim' device type for generator but found 'cpu'"):
+    with pytest.raises(RuntimeError, match=r"^Expected a 'sim' device type for generator but found 'cpu'"):
         draw(TWO, torch.Generator())
-    with pytest.raises(RuntimeError, match="^Expected a 'cpu' device type for generator but found 'sim'"):
+    with pytest.raises(RuntimeError, match=r"^Expected a 'cpu' device type for generator but found 'sim'"):
         draw("cpu", torch.Generator("sim:1"))
     with (
         cuda_alias(),
-        pytest.raises(RuntimeError, match="^Expected a 'cpu' device type for generator but found 'cuda'"),
+        pytest.raises(RuntimeError, match=r"^Expected a 'cpu' device type for generator but found 'cuda'"),
     ):
         draw("cpu", torch.Generator("cuda"))
 
@@ -163,11 +163,11 @@ def test_a_state_is_not_one_of_the_cpu() -> None:
     here, there = torch.Generator(), torch.Generator("sim")
     with pytest.raises(RuntimeError, match="RNG state is wrong size"):
         there.set_state(here.get_state())
-    with pytest.raises(RuntimeError, match="Expected a CPUGeneratorImplState of size 5056"):
+    with pytest.raises(RuntimeError, match=r"Expected a CPUGeneratorImplState of size 5056"):
         here.set_state(there.get_state())
-    with pytest.raises(TypeError, match="RNG state must be a torch.ByteTensor"):
+    with pytest.raises(TypeError, match=r"RNG state must be a torch.ByteTensor"):
         there.set_state(there.get_state().int())
-    with pytest.raises(TypeError, match="RNG state must be a torch.ByteTensor"):
+    with pytest.raises(TypeError, match=r"RNG state must be a torch.ByteTensor"):
         there.set_state(there.get_state().to(ONE))
 
 

@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import is_autocast_enabled  # under this name also where `cuda_alias` puts another in its place
 
+from torchstrategy.testing._simulation.deterministic import check_deterministic, not_deterministic
 from torchstrategy.testing._simulation.generators import inside, inside_default_generator, refused_by_the_cpu
 from torchstrategy.testing._simulation.listeners import listeners, listeners_to_launches
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
@@ -91,6 +92,7 @@ class _Operator:
         # So does it where torch needs a number to know the size of a result: `nonzero`, or an index of bools.
         self._has_unknown_size = torch.Tag.dynamic_output_shape in op.tags
         self._is_index = self.name.startswith("aten.index.Tensor")
+        self.not_deterministic = not_deterministic(self.name)
         # For each result: the position of the argument that it is, or None if it is a new tensor.
         self.returned = [None if info is None else aliases.get(next(iter(info.before_set), "")) for info in infos]
 
@@ -236,6 +238,8 @@ def written_for_cpu(op: Any, function: Callable[..., Any]) -> Callable[..., Any]
 def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     arguments = _Arguments(operator, args, kwargs)
     device = arguments.device
+    if operator.not_deterministic is not None and torch.are_deterministic_algorithms_enabled():
+        check_deterministic(operator.not_deterministic, lambda name: arguments[operator.names.index(name)])
     if operator.generator is not None:
         _give_generator(arguments, operator.generator, device)
     if listeners_to_launches():

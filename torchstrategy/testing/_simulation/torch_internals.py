@@ -123,7 +123,7 @@ def generator_id(generator: Any) -> int:
     return identity
 
 
-# Where the C++ struct of a generator has its device, in two bytes, and its dispatch keys: the same in torch 2.10 to 2.15.
+# Where the C++ struct of a generator has its device, in two bytes, and its dispatch keys: in torch 2.10 to 2.15.
 _DEVICE_OF_GENERATOR, _KEYS_OF_GENERATOR = 56, 64
 
 
