@@ -18,7 +18,7 @@ import torch
 from torchstrategy.testing._simulation import accounts as _accounts
 from torchstrategy.testing._simulation import cuda_graphs
 from torchstrategy.testing._simulation.module import get_device_properties, memory_allocated, reset_peak_memory_stats
-from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal, set_device
+from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, known, ordinal, set_device
 from torchstrategy.testing._simulation.streams import Stream, current_stream, default_stream, set_stream
 from torchstrategy.testing._simulation.sync_debug import get_sync_debug_mode, set_sync_debug_mode
 from torchstrategy.testing._simulation.torch_internals import CPP, KINETO, PRIVATEUSE1_ID
@@ -94,7 +94,7 @@ def _functions(translated: Translated) -> dict[str, Any]:
         "get_stream_from_external": ExternalStream,
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_tf32_supported": lambda: True,
-        "get_device_properties": lambda device=None: properties(index(device)),
+        "get_device_properties": lambda device=None: properties(known(device, index)),
         "get_per_process_memory_fraction": lambda device=None: fractions.get(index(device), 1.0),
         "get_sync_debug_mode": get_sync_debug_mode,
         "memory_snapshot": lambda *args, **kwargs: _snapshot()["segments"],
@@ -192,15 +192,24 @@ def _dump_snapshot(filename: str = "dump_snapshot.pickle", *args: Any, **options
         pickle.dump(_snapshot(), file)
 
 
+class _CudaError(int):
+    """The number of an error of the CUDA runtime."""
+
+    success: _CudaError
+
+
+_CudaError.success = _CudaError(0)
+
+
 @final
 class _Cudart:
     """What `torch.cuda.cudart()` returns: functions of the CUDA runtime."""
 
-    cudaError = SimpleNamespace(success=0)
+    cudaError = _CudaError
 
     @staticmethod
     def cudaGetErrorString(code: int) -> str:
-        return "no error" if code == 0 else f"error {code}"
+        return {0: "no error", 2: "out of memory"}.get(code, f"error {code}")
 
     @staticmethod
     def cudaMemGetInfo(device: int) -> tuple[int, int]:
@@ -209,7 +218,7 @@ class _Cudart:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister"):
-            return lambda *args: 0
+            return lambda *args: _CudaError.success
         raise AttributeError(_sentence(f"torch.cuda.cudart().{name}"), name=name, obj=self)
 
 

@@ -13,7 +13,7 @@ from torchstrategy.testing._simulation import accounts as _accounts
 from torchstrategy.testing._simulation.cuda_more import missing_names, more_names
 from torchstrategy.testing._simulation.generators import default_generators
 from torchstrategy.testing._simulation.module import get_device_properties, manual_seed_all
-from torchstrategy.testing._simulation.ordinals import NAME, current_device, ordinal
+from torchstrategy.testing._simulation.ordinals import NAME, current_device, known, ordinal
 
 # What `torch.sim` has under the same name.
 _SAME = (
@@ -155,10 +155,11 @@ def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
         return ordinal(translated(device))
 
     def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-        return index(device) != index(peer_device)
+        one, other = (known(value, index, what) for value, what in ((device, "device"), (peer_device, "peer device")))
+        return one != other
 
     def capability(device: Any = None) -> tuple[int, int]:
-        properties = get_device_properties(index(device))
+        properties = get_device_properties(known(device, index))
         return properties.major, properties.minor
 
     def seed_all() -> None:

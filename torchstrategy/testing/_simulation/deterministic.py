@@ -33,7 +33,7 @@ def _takes_the_greatest(given: Given) -> bool:
 
 
 def _is_reduced(given: Given) -> bool:
-    return given("reduction") != 0
+    return bool(given("reduction") != 0)
 
 
 def _is_of_floats(given: Given) -> bool:

@@ -65,6 +65,52 @@ _TAKE_NUMBERS = (
 )
 
 
+_BYTES = (torch.bool, torch.uint8)
+
+
+def _waits_for_indices(values: Any, indices: Sequence[Any], *_: Any) -> bool:
+    """A GPU counts which elements of a mask are True, and brings an index from the CPU to where the values are."""
+    return any(index is not None and (index.dtype in _BYTES or index.is_cpu) for index in indices)
+
+
+def _waits_to_put(target: Any, indices: Sequence[Any], value: Any, accumulate: bool = False, *_: Any) -> bool:
+    """A mask needs no indices where one number is put: that is `masked_fill`.
+
+    For a GPU, that is so of numbers of the CPU. But for a simulated device torch makes them there, of Python's numbers.
+    """
+    is_number = not value.dim() and not accumulate
+    is_mask = all(index is None or index.dtype in _BYTES for index in indices)
+    return not (is_number and is_mask) and _waits_for_indices(target, indices)
+
+
+def _waits_for_range(values: Any, bins: Any = None, least: Any = 0, most: Any = 0, *_: Any) -> bool:
+    """`histc` without limits takes those of the values."""
+    return (least or 0) == (most or 0)
+
+
+def _waits_to_compare(one: Any, other: Any) -> bool:
+    """A tensor equals itself, and GPUs do not look at its numbers."""
+    return bool(one.data_ptr() != other.data_ptr() or one.stride() != other.stride() or one.size() != other.size())
+
+
+def _waits(*_: Any) -> bool:
+    return True
+
+
+# The operators for which it depends on arguments whether the program waits for the device, and those that wait for
+# another reason than that the program sees a number: a decomposition asks whether it has converged.
+_WAIT_IF: dict[str, Callable[..., bool]] = {
+    "aten.index.Tensor": _waits_for_indices,
+    "aten.index.Tensor_out": _waits_for_indices,
+    "aten.index_put.default": _waits_to_put,
+    "aten.index_put_.default": _waits_to_put,
+    "aten._index_put_impl_.default": _waits_to_put,
+    "aten.histc.default": _waits_for_range,
+    "aten.equal.default": _waits_to_compare,
+    "aten._linalg_svd.default": _waits,
+}
+
+
 @final
 class _Operator:
     """The facts about an operator that its schema tells."""
@@ -91,7 +137,7 @@ class _Operator:
         self._is_read = any("Tensor" not in str(result.type) for result in declared.returns)
         # So does it where torch needs a number to know the size of a result: `nonzero`, or an index of bools.
         self._has_unknown_size = torch.Tag.dynamic_output_shape in op.tags
-        self._is_index = self.name.startswith("aten.index.Tensor")
+        self._waits_if = _WAIT_IF.get(self.name)
         self.not_deterministic = not_deterministic(self.name)
         # For each result: the position of the argument that it is, or None if it is a new tensor.
         self.returned = [None if info is None else aliases.get(next(iter(info.before_set), "")) for info in infos]
@@ -100,12 +146,11 @@ class _Operator:
         """The argument at a position of the schema; None if there is none."""
         return args[position] if position < len(args) else kwargs.get(self.names[position])
 
-    def is_read_by_the_program(self, arguments: Sequence[Any]) -> bool:
+    def is_read_by_the_program(self, arguments: _Arguments) -> bool:
         """Whether the program waits for the device, to see a number."""
-        if not self._has_unknown_size or not self._is_index:
-            return self._is_read or self._has_unknown_size
-        indices = arguments[1] if len(arguments) > 1 else ()
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+        if self._waits_if is not None:
+            return self._waits_if(*map(arguments.given, range(len(self.names))))
+        return self._is_read or self._has_unknown_size
 
     @property
     def has_known_sizes(self) -> bool:
@@ -259,7 +304,7 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
             results = _called(call, operator, arguments)
     if listeners():
         computed(op, device, arguments.args, arguments.kwargs, results)
-    if (listeners() or get_sync_debug_mode()) and operator.is_read_by_the_program(arguments.args):
+    if (listeners() or get_sync_debug_mode()) and operator.is_read_by_the_program(arguments):
         read_by_the_program(device, operator.name)
     for position in operator.written:
         _bring_back(arguments.given(position), arguments[position], device)

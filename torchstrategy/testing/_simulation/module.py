@@ -106,8 +106,8 @@ def device_of(tensor: torch.Tensor) -> current:
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
-    """Returns at once: nothing is under way."""
-    index = ordinal(device)
+    """Returns at once: nothing is under way. A negative number means the current device, as for GPUs."""
+    index = ordinal(None if isinstance(device, int) and device < 0 else device)
     for listener in listeners():
         listener.synchronized_device(index)
 
