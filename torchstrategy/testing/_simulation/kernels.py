@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import is_autocast_enabled  # under this name also where `cuda_alias` puts another in its place
 
+from torchstrategy.testing._simulation.accounts import is_out_of_memory, out_of_memory
 from torchstrategy.testing._simulation.deterministic import check_deterministic, not_deterministic
 from torchstrategy.testing._simulation.generators import inside, inside_default_generator, refused_by_the_cpu
 from torchstrategy.testing._simulation.listeners import listeners, listeners_to_launches
@@ -301,7 +302,12 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
     if results is NOT_KNOWN:
         # The caller's autocast of the CPU is for the caller's own tensors of the CPU, and not for these.
         with without_keys(_AUTOCAST_CPU) if is_autocast_enabled("cpu") else nullcontext():
-            results = _called(call, operator, arguments)
+            try:
+                results = _called(call, operator, arguments)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise out_of_memory(device, None) from None
+                raise
     if listeners():
         computed(op, device, arguments.args, arguments.kwargs, results)
     if (listeners() or get_sync_debug_mode()) and operator.is_read_by_the_program(arguments):

@@ -33,6 +33,11 @@ class Spoken:
 
     name = NAME
 
+    @classmethod
+    def library(cls) -> str:
+        """With what an error of a device begins: "CUDA error", "CUDA out of memory"."""
+        return "CUDA" if cls.name == "cuda" else cls.name
+
 
 def declare(count: int) -> None:
     """Sets how many devices there are. Torch has to know their name before."""
@@ -106,7 +111,7 @@ def ordinal(device: torch.device | str | int | None) -> int:
         return _here.current
     if not 0 <= index < len(_devices):
         raise DeviceError(
-            f"{'CUDA' if Spoken.name == 'cuda' else NAME} error: invalid device ordinal\n"
+            f"{Spoken.library()} error: invalid device ordinal\n"
             "GPU device may be out of range, do you have enough GPUs?\n"
             f"{Spoken.name}:{index}: this process simulates {len(_devices)} devices."
         )
