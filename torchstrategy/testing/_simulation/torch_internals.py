@@ -127,6 +127,11 @@ def generator_id(generator: Any) -> int:
 _DEVICE_OF_GENERATOR, _KEYS_OF_GENERATOR = 56, 64
 
 
+def _bits(key: str) -> int:
+    bits: int = DispatchKeySet(getattr(DispatchKey, key)).raw_repr()
+    return bits
+
+
 def say_it_is_simulated(generator: Any, device: torch.device) -> None:
     """Makes torch's C++ take a new generator of the CPU for one of a simulated device.
 
@@ -135,6 +140,6 @@ def say_it_is_simulated(generator: Any, device: torch.device) -> None:
     """
     kind = (ctypes.c_int8 * 2).from_address(generator_id(generator) + _DEVICE_OF_GENERATOR)
     keys = ctypes.c_uint64.from_address(generator_id(generator) + _KEYS_OF_GENERATOR)
-    if list(kind) == [0, -1] and keys.value == DispatchKeySet(DispatchKey.CPU).raw_repr():
+    if list(kind) == [0, -1] and keys.value == _bits("CPU"):
         kind[0], kind[1] = PRIVATEUSE1_ID, -1 if device.index is None else device.index
-        keys.value = DispatchKeySet(DispatchKey.PrivateUse1).raw_repr()
+        keys.value = _bits("PrivateUse1")
