@@ -71,7 +71,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "thread_modes",
             "uses",
         },  # which devices there are, and what happens on them
-        {"words"},
+        {"deterministic", "words"},
         {"fakes", "generators", "program", "streams"},
         {"checksums", "pinned_creation"},
         {"recorder"},

@@ -221,13 +221,14 @@ def test_memory_queries_say_what_a_device_holds() -> None:
     before = torch.cuda.memory_allocated("cuda:3")
     x = torch.ones(1000, device="cuda:3")
     held = torch.cuda.memory_allocated(3)
-    assert held == before + x.nbytes
+    assert x.nbytes == 4000 and held == before + 4096  # in blocks of 512 bytes
     free, total = torch.cuda.mem_get_info(3)
-    assert total - free == held and torch.cuda.memory.mem_get_info("cuda:3") == (free, total)
+    assert total - free == torch.cuda.memory_reserved(3) >= held
+    assert torch.cuda.memory.mem_get_info("cuda:3") == (free, total)
     assert torch.cuda.memory_stats(3)["allocated_bytes.all.current"] == held
-    assert f"{held:,} bytes" in torch.cuda.memory_summary("cuda:3")
+    assert "PyTorch CUDA memory summary, device ID 3 " in torch.cuda.memory_summary("cuda:3")
     torch.cuda.reset_max_memory_allocated(3)
-    assert torch.cuda.max_memory_allocated(3) == torch.cuda.max_memory_cached(3) == held
+    assert torch.cuda.max_memory_allocated(3) == held
 
 
 def test_the_old_constructors_are_types_too() -> None:

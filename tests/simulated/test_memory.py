@@ -6,12 +6,15 @@ import copy
 import gc
 import io
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+
+from torchstrategy.testing import cuda_alias
 
 ONE, TWO = torch.device("sim:1"), torch.device("sim:2")
 sim: Any = torch.get_device_module("sim")
@@ -178,3 +181,77 @@ def test_a_freed_storage_comes_back_and_does_not_grow() -> None:
     assert storage.nbytes() == 4000 and x.sum() == 2000
     with pytest.raises(RuntimeError, match="cannot grow from the 4000 bytes"):
         storage.resize_(8000)
+
+
+# What `torch.cuda` says
+
+
+def test_cuda_counts_in_blocks() -> None:
+    with cuda_alias():
+        for asked, found in ((1, 512), (512, 512), (513, 1024), (2**20 + 1, 2**20 + 512), (0, 0)):
+            before, exactly = torch.cuda.memory_allocated(1), Counter()
+            torch.cuda.reset_peak_memory_stats(1)
+            x = torch.empty(asked, dtype=torch.uint8, device=ONE)
+            assert torch.cuda.memory_allocated(1) - before == torch.accelerator.memory_allocated(1) - before == found
+            assert torch.cuda.max_memory_allocated(1) - before == found and exactly(1) == asked
+            del x
+            assert torch.cuda.memory_allocated(1) == before
+
+
+def test_memory_stays_reserved_until_the_cache_is_emptied() -> None:
+    with cuda_alias():
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(1)
+        x = torch.empty(30 * 2**20, dtype=torch.uint8, device=ONE)
+        with_it = torch.cuda.memory_reserved(1)
+        assert with_it - before >= 30 * 2**20 and with_it >= torch.cuda.memory_allocated(1)
+        del x
+        assert torch.cuda.memory_reserved(1) == with_it == torch.cuda.max_memory_reserved(1)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(1)
+        assert torch.cuda.memory_reserved(1) == before == torch.cuda.max_memory_reserved(1)
+
+
+def test_the_statistics_have_the_keys_of_cuda() -> None:
+    with cuda_alias():
+        x = torch.ones(1000, device=ONE)
+        stats, nested = torch.cuda.memory_stats(1), torch.cuda.memory_stats_as_nested_dict(1)
+        assert type(stats) is OrderedDict and len(stats) == 122 and list(stats) == sorted(stats)
+        assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated(1) >= x.nbytes
+        assert stats["requested_bytes.all.current"] == sim.memory_allocated(1)
+        assert stats["reserved_bytes.all.current"] == torch.cuda.memory_reserved(1)
+        assert nested["allocated_bytes"]["all"]["current"] == stats["allocated_bytes.all.current"]
+        assert sorted(nested["active"]) == ["all", "large_pool", "small_pool"]
+        summary = torch.cuda.memory_summary(1, abbreviated=True)
+        assert "PyTorch CUDA memory summary, device ID 1 " in summary.splitlines()[1]
+
+
+TOO_LARGE: dict[str, Callable[[], object]] = {
+    "empty": lambda: torch.empty(2**50, dtype=torch.uint8, device=ONE),
+    "strided": lambda: torch.empty_strided((2**50,), (1,), dtype=torch.uint8, device=ONE),
+    "operator": lambda: torch.zeros(1, device=ONE).expand(2**48).clone(),
+    "sum": lambda: torch.zeros(1, device=ONE).expand(2**48) + 1,
+}
+
+
+@pytest.mark.parametrize("make", TOO_LARGE.values(), ids=TOO_LARGE)
+def test_what_does_not_fit_raises_cudas_error(make: Callable[[], object]) -> None:
+    with cuda_alias():
+        before = torch.cuda.memory_stats(1)["num_ooms"]
+        with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. "):
+            make()
+        assert torch.cuda.memory_stats(1)["num_ooms"] == before + 1
+        assert torch.ones(2, device=ONE).sum() == 2
+
+
+def test_a_part_of_the_memory_is_all_that_a_program_gets_that_asks_for_it() -> None:
+    with cuda_alias():
+        share = torch.cuda.mem_get_info(1)[1] // 100
+        torch.cuda.set_per_process_memory_fraction(0.01, 1)
+        try:
+            with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate"):
+                torch.empty(2 * share, dtype=torch.uint8, device=ONE)
+            torch.empty(share // 2, dtype=torch.uint8, device=ONE)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, 1)
+        torch.empty(2 * share, dtype=torch.uint8, device=ONE)

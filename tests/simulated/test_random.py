@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from torchstrategy.testing import cuda_alias
 
 ONE, TWO = torch.device("sim:1"), torch.device("sim:2")
 
@@ -104,22 +107,100 @@ def test_a_generator_belongs_to_its_device() -> None:
     assert torch.equal(first, torch.randn(3, device=ONE, generator=generator.manual_seed(3)))
 
 
-@pytest.mark.parametrize("generator", ["sim:1", "cpu"])
-def test_a_generator_of_another_device_is_refused(generator: str) -> None:
-    wrong = torch.Generator(device=generator)
-    for draw in (
-        lambda: torch.randn(3, device=TWO, generator=wrong),
-        lambda: torch.empty(3, device=TWO).normal_(generator=wrong),
-        lambda: torch.randperm(3, device=TWO, generator=wrong),
-        lambda: torch.multinomial(torch.ones(3, device=TWO), 1, generator=wrong),
+DRAWS_FROM: dict[str, Callable[[Any, torch.Generator], Any]] = {
+    "randn": lambda d, g: torch.randn(3, device=d, generator=g),
+    "normal_": lambda d, g: torch.empty(3, device=d).normal_(generator=g),
+    "randperm": lambda d, g: torch.randperm(3, device=d, generator=g),
+    "randint": lambda d, g: torch.randint(5, (3,), device=d, generator=g),
+    "multinomial": lambda d, g: torch.multinomial(torch.ones(3, device=d), 1, generator=g),
+    "bernoulli": lambda d, g: torch.bernoulli(torch.ones(3, device=d), generator=g),
+    "normal": lambda d, g: torch.normal(torch.zeros(3, device=d), torch.ones(3, device=d), generator=g),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS_FROM.values(), ids=DRAWS_FROM)
+def test_a_generator_of_another_kind_of_device_is_refused(draw: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"^Expected a 'sim' device type for generator but found 'cpu'"):
+        draw(TWO, torch.Generator())
+    with pytest.raises(RuntimeError, match=r"^Expected a 'cpu' device type for generator but found 'sim'"):
+        draw("cpu", torch.Generator("sim:1"))
+    with (
+        cuda_alias(),
+        pytest.raises(RuntimeError, match=r"^Expected a 'cpu' device type for generator but found 'cuda'"),
     ):
-        with pytest.raises(RuntimeError, match=f"Expected a 'sim:2' device type for generator but found '{generator}'"):
-            draw()
+        draw("cpu", torch.Generator("cuda"))
 
 
-def test_known_limit_a_generator_of_a_device_is_not_refused_by_the_cpu() -> None:
-    """Accelerators refuse it. Inside it is one of the CPU, and operators on the CPU ask nobody else."""
-    assert torch.randn(3, generator=torch.Generator("sim:1")).device == torch.device("cpu")
+def test_a_generator_of_another_device_of_the_kind_is_taken_as_by_gpus() -> None:
+    first, second = torch.Generator("sim:1").manual_seed(3), torch.Generator("sim:2").manual_seed(3)
+    assert torch.equal(torch.randn(3, device=TWO, generator=first), torch.randn(3, device=TWO, generator=second))
+
+
+def test_a_loader_that_shuffles_with_a_generator_of_a_device_is_refused() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(4))
+    words = "Expected a 'cpu' device type for generator but found 'cuda'"
+    with cuda_alias():
+        with pytest.raises(RuntimeError, match=words):
+            next(iter(torch.utils.data.DataLoader(data, 2, shuffle=True, generator=torch.Generator("cuda"))))
+        with pytest.raises(RuntimeError, match=words):
+            torch.utils.data.random_split(data, [2, 2], generator=torch.Generator("cuda"))
+
+
+def test_a_loader_that_shuffles_where_a_gpu_is_the_default_device_is_refused() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(4, device="cpu"))
+    with cuda_alias(), torch.device("cuda"):
+        with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+            next(iter(torch.utils.data.DataLoader(data, 2, shuffle=True)))
+        with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+            torch.utils.data.random_split(data, [2, 2], generator=torch.Generator())
+
+
+def test_a_generator_without_an_index_says_none() -> None:
+    assert torch.Generator("sim").device == torch.device("sim") and torch.Generator("sim:0").device.index == 0
+
+
+def test_a_state_is_not_one_of_the_cpu() -> None:
+    here, there = torch.Generator(), torch.Generator("sim")
+    with pytest.raises(RuntimeError, match="RNG state is wrong size"):
+        there.set_state(here.get_state())
+    with pytest.raises(RuntimeError, match=r"Expected a CPUGeneratorImplState of size 5056"):
+        here.set_state(there.get_state())
+    with pytest.raises(TypeError, match=r"RNG state must be a torch.ByteTensor"):
+        there.set_state(there.get_state().int())
+    with pytest.raises(TypeError, match=r"RNG state must be a torch.ByteTensor"):
+        there.set_state(there.get_state().to(ONE))
+
+
+def test_a_state_begins_with_that_of_a_gpu() -> None:
+    generator = torch.Generator("sim").manual_seed(7)
+    assert generator.get_state()[:16].view(torch.int64).tolist() == [7, 0]
+    torch.rand(3, device="sim", generator=generator)
+    assert generator.get_state()[:16].view(torch.int64).tolist() == [7, 4]
+    of_a_gpu = torch.tensor([7, 12]).view(torch.uint8)
+    first, second = (torch.rand(3, device="sim", generator=generator.set_state(of_a_gpu)) for _ in range(2))
+    assert torch.equal(first, second) and generator.initial_seed() == 7 and generator.get_offset() == 16
+
+
+def test_an_offset_leads_to_numbers_of_its_own() -> None:
+    generator = torch.Generator("sim").manual_seed(7)
+    draws = []
+    for offset in (0, 8, 0, 8):
+        assert generator.set_offset(offset).get_offset() == offset
+        draws.append(torch.rand(3, device="sim", generator=generator))
+    assert torch.equal(draws[0], draws[2]) and torch.equal(draws[1], draws[3]) and not torch.equal(draws[0], draws[1])
+    after = generator.get_state()
+    assert torch.equal(generator.set_offset(generator.get_offset()).get_state(), after)
+    with pytest.raises(RuntimeError, match="offset must be a multiple of 4"):
+        generator.set_offset(3)
+
+
+@pytest.mark.parametrize("copied", [lambda g: g.clone_state(), copy.deepcopy], ids=["clone_state", "deepcopy"])
+def test_a_copy_of_a_generator_draws_the_same(copied: Callable[[torch.Generator], torch.Generator]) -> None:
+    generator = torch.Generator("sim:1").manual_seed(7)
+    torch.rand(3, device=ONE, generator=generator)
+    other = copied(generator)
+    assert other.device == ONE and torch.equal(other.get_state(), generator.get_state())
+    assert torch.equal(*(torch.rand(3, device=ONE, generator=one) for one in (generator, other)))
 
 
 def test_states_are_taken_and_put_back_for_each_device() -> None:

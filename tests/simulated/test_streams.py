@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+
+from torchstrategy.testing import cuda_alias
 
 ONE, TWO = torch.device("sim:1"), torch.device("sim:2")
 sim: Any = torch.get_device_module("sim")
@@ -44,7 +47,7 @@ def test_setting_the_device_holds_for_the_thread() -> None:
     assert (seen, sim.current_device()) == ([3], 0)
 
 
-@pytest.mark.parametrize("wrong", [5, -1, "sim:7", "cpu", torch.device("cpu")], ids=str)
+@pytest.mark.parametrize("wrong", [5, "sim:7", "cpu", torch.device("cpu")], ids=str)
 def test_a_device_that_is_not_there_does_not_become_current(wrong: Any) -> None:
     with pytest.raises((RuntimeError, ValueError), match="sim"):
         sim.set_device(wrong)
@@ -74,14 +77,14 @@ def test_streams_of_one_device_are_different_and_wait_for_nobody() -> None:
 
 def test_events_measure_time_once_recorded() -> None:
     start, end = (sim.Event(enable_timing=True) for _ in range(2))
-    with pytest.raises(RuntimeError, match="recorded"):
+    with pytest.raises(ValueError, match="Both events must be recorded before calculating elapsed time"):
         start.elapsed_time(end)
     start.record()
     end.record(sim.Stream(1))
     end.wait()
     end.synchronize()
     assert end.query() and start.elapsed_time(end) >= 0
-    with pytest.raises(RuntimeError, match="enable_timing"):
+    with pytest.raises(ValueError, match="Both events must be created with argument 'enable_timing=True'"):
         sim.Event().elapsed_time(end)
 
 
@@ -111,3 +114,89 @@ def test_parallel_apply_runs_a_module_on_each_device() -> None:
     outputs = nn.parallel.parallel_apply(replicas, chunks, devices=list(range(4)))
     assert [output.device.index for output in outputs] == [0, 1, 2, 3]
     torch.testing.assert_close(torch.cat([output.cpu() for output in outputs]), module(x))
+
+
+def test_an_event_knows_the_device_on_which_it_was_recorded() -> None:
+    event = sim.Event()
+    assert event.device is None and repr(event) == "<torch.sim.Event uninitialized>"
+    event.record(sim.Stream(1))
+    assert event.device == ONE and isinstance(event.cuda_event, int) and "uninitialized" not in repr(event)
+    with pytest.raises(RuntimeError, match=r"expected stream to be a torch.Stream"):
+        event.record("x")
+
+
+def test_no_stream_and_a_negative_device_change_nothing() -> None:
+    before = sim.current_stream()
+    sim.set_stream(None)
+    sim.set_device(-1)
+    sim.synchronize(-1)
+    assert sim.current_stream() == before and sim.current_device() == 0
+
+
+def test_what_is_no_device_is_refused_in_torchs_words() -> None:
+    absent: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
+    with cuda_alias():
+        for use in (
+            lambda: torch.cuda.set_device(7),
+            lambda: torch.zeros(2, device="cuda:7"),
+            lambda: torch.zeros(2).cuda(7),
+            lambda: torch.cuda.device(7).__enter__(),
+            lambda: torch.cuda.Stream(7),
+            lambda: torch.cuda.synchronize(7),
+            lambda: torch.cuda.mem_get_info(7),
+        ):
+            with pytest.raises(absent, match=r"^CUDA error: invalid device ordinal\n") as raised:
+                use()
+            assert isinstance(raised.value, RuntimeError)
+        for use in (
+            lambda: torch.cuda.set_device("cpu"),
+            lambda: torch.cuda.device("cpu"),
+            lambda: torch.cuda.Stream("cpu"),
+            lambda: torch.cuda.synchronize("cpu"),
+        ):
+            with pytest.raises(ValueError, match=r"^Expected a cuda device, but got: cpu$"):
+                use()
+        for device in ("cuda", torch.device("cuda")):
+            with pytest.raises(ValueError, match=r"with a specified index or an integer, but got:cuda$"):
+                torch.cuda.set_device(device)
+        with pytest.raises(AssertionError, match=r"^Invalid device id$"):
+            torch.cuda.get_device_properties(7)
+        with pytest.raises(AssertionError, match=r"^Invalid peer device id$"):
+            torch.cuda.can_device_access_peer(0, 7)
+        with pytest.raises(torch.cuda.CudaError, match="out of memory"):
+            torch.cuda.check_error(2)
+
+
+MASK = torch.tensor([True, False, True, True], device=ONE)
+WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "index_of_the_cpu": lambda x: x[torch.tensor([0, 1])],
+    "mask": lambda x: x[MASK],
+    "put_by_a_mask": lambda x: x.__setitem__(MASK, torch.zeros(3, 4, device=ONE)),
+    "histc_without_limits": lambda x: x.histc(4),
+    "svd": lambda x: torch.linalg.svdvals(x),
+    "stream": lambda x: sim.current_stream(1).synchronize(),
+    "equal": lambda x: torch.equal(x, x + 1),
+}
+NO_WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "index_of_the_device": lambda x: x[torch.arange(2, device=ONE)],
+    "put_a_number_by_a_mask": lambda x: x.__setitem__(MASK, 0.0),
+    "put_a_tensor_of_the_cpu_by_a_mask": lambda x: x.index_put_((MASK,), torch.tensor(0.0)),
+    "histc": lambda x: x.histc(4, 0, 1),
+    "equal_to_itself": lambda x: torch.equal(x, x),
+    "device": lambda x: sim.synchronize(1),
+}
+
+
+@pytest.mark.parametrize(("use", "waits"), [(use, use in WAITS.values()) for use in (WAITS | NO_WAITS).values()])
+def test_debugging_tells_what_waits_on_gpus(use: Any, waits: bool) -> None:
+    x = torch.rand(4, 4, device=ONE)
+    with cuda_alias():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            if waits:
+                with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+                    use(x)
+            else:
+                use(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

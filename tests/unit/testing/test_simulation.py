@@ -93,7 +93,7 @@ def test_one_device_is_enough_and_the_last_one_is_the_last() -> None:
         "print(testing.simulate_devices(1), torch.ones(2, device='sim') + 1)\ntorch.ones(1, device='sim:1')\n",
     )
     assert done.stdout == "[device(type='sim', index=0)] tensor([2., 2.], device='sim:0')\n"
-    assert "invalid device ordinal 1" in done.stderr
+    assert "sim error: invalid device ordinal" in done.stderr
 
 
 @runs_here

@@ -17,6 +17,7 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     recorder      which stream waits for which, and where none does and should
     dtypes        what CUDA refuses to compute, and the CPU does not
     accounts      how many bytes each device holds
+    deterministic  `torch.use_deterministic_algorithms`
     kernels       how any operator is run
     backend       registers kernels with torch's dispatcher
     creation      kernels that make, copy and view tensors

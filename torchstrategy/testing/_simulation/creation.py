@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchstrategy._base.torch_internals import has_one_tensor
+from torchstrategy.testing._simulation.accounts import is_out_of_memory, out_of_memory
 from torchstrategy.testing._simulation.backend import Backend, operator
 from torchstrategy.testing._simulation.kernels import CPU, run_on_cpu
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_device, overlap
@@ -46,11 +47,19 @@ def _register_factories(backend: Backend) -> None:
     @backend.kernel("empty.memory_format")
     def _empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> Any:
         layout = memory_format or torch.contiguous_format
-        return on_device(torch.empty(size, dtype=dtype, device=CPU, memory_format=layout), ordinal(device))
+        try:
+            made = torch.empty(size, dtype=dtype, device=CPU, memory_format=layout)
+        except RuntimeError as error:
+            raise _explained(error, size, dtype, device) from None
+        return on_device(made, ordinal(device))
 
     @backend.kernel("empty_strided")
     def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
-        return on_device(torch.empty_strided(size, stride, dtype=dtype, device=CPU), ordinal(device))
+        try:
+            made = torch.empty_strided(size, stride, dtype=dtype, device=CPU)
+        except RuntimeError as error:
+            raise _explained(error, size, dtype, device) from None
+        return on_device(made, ordinal(device))
 
     for name in ("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta"):  # written for real devices only
         backend.kernel(name)(functools.partial(run_on_cpu, operator(name)))
@@ -58,6 +67,12 @@ def _register_factories(backend: Backend) -> None:
     @backend.kernel("_efficientzerotensor")  # elsewhere a tensor without memory
     def _zeros(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
         return on_device(torch.zeros(size, dtype=dtype, device=CPU), ordinal(device))
+
+
+def _explained(error: RuntimeError, size: Any, dtype: Any, device: Any) -> RuntimeError:
+    if not is_out_of_memory(error):
+        return error
+    return out_of_memory(ordinal(device), math.prod(size) * (dtype or torch.get_default_dtype()).itemsize)
 
 
 def _register_copies(backend: Backend) -> None:

@@ -21,7 +21,7 @@ from torchstrategy.testing._simulation import tensors
 from torchstrategy.testing._simulation.cuda_calls import in_another_form
 from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_without_cuda
 from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
-from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal
+from torchstrategy.testing._simulation.ordinals import NAME, Spoken, current_device, device_count, ordinal
 from torchstrategy.testing._simulation.pinned_creation import allow_pinned_creation
 from torchstrategy.testing._simulation.registered import registering_for_cuda
 from torchstrategy.testing._simulation.torch_internals import CPP, ENGINE, tensor_cuda, without_dispatch_modes
@@ -145,6 +145,7 @@ def _open_one() -> None:
         _exchange(torch, "set_default_tensor_type", _sets_default_type(torch.set_default_tensor_type))
         _exchange(tensors, "with_index", _in_operators(tensors.with_index))
         _exchange(torch.jit, "trace", _without_modes(torch.jit.trace))
+        _exchange(Spoken, "name", "cuda")
         _exchange(CPP, "__getattr__", of_cpp)  # Python asks it for names that a module does not have
     _open += 1
 

@@ -19,9 +19,8 @@ import torch
 from torchstrategy._base.torch_internals import TorchDispatchMode, keeping_version
 from torchstrategy.testing._simulation.generators import default_generators
 from torchstrategy.testing._simulation.listeners import nobody_listening
-from torchstrategy.testing._simulation.ordinals import is_simulated
+from torchstrategy.testing._simulation.ordinals import DeviceError, is_simulated
 from torchstrategy.testing._simulation.streams import (
-    AcceleratorError,
     Stream,
     current_stream,
     default_stream,
@@ -105,7 +104,7 @@ class CUDAGraph:
         """
         recording, self._recording = self._recording, None
         if recording is None:
-            raise AcceleratorError(
+            raise DeviceError(
                 "CUDA error: the operation cannot be performed in the present state: CUDAGraph.capture_end() was "
                 "called, and capture_begin() was not."
             )
@@ -117,7 +116,7 @@ class CUDAGraph:
             set_capturing(False)
             self._block.close()
         if reason is not None:
-            raise AcceleratorError(f"CUDA error: operation failed due to a previous error during capture: {reason}")
+            raise DeviceError(f"CUDA error: operation failed due to a previous error during capture: {reason}")
         if not self._calls:
             warnings.warn(
                 "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "

@@ -17,8 +17,8 @@ import torch
 
 from torchstrategy.testing._simulation import accounts as _accounts
 from torchstrategy.testing._simulation import cuda_graphs
-from torchstrategy.testing._simulation.module import get_device_properties, memory_allocated, reset_peak_memory_stats
-from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal, set_device
+from torchstrategy.testing._simulation.module import get_device_properties, reset_peak_memory_stats
+from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, known, ordinal, set_device
 from torchstrategy.testing._simulation.streams import Stream, current_stream, default_stream, set_stream
 from torchstrategy.testing._simulation.sync_debug import get_sync_debug_mode, set_sync_debug_mode
 from torchstrategy.testing._simulation.torch_internals import CPP, KINETO, PRIVATEUSE1_ID
@@ -30,7 +30,7 @@ AS_THEY_ARE = frozenset(
     (
         *("CudaError", "DeferredCudaCallError", "StreamContext", "check_error", "cudaStatus", "has_half", "has_magma"),
         *("amp", "graphs", "jiterator", "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable"),
-        *("get_gencode_flags", "make_graphed_callables", "memory_stats_as_nested_dict"),
+        *("get_gencode_flags", "make_graphed_callables"),
     )
 )
 NCCL = (2, 27, 5)
@@ -73,15 +73,6 @@ def _functions(translated: Translated) -> dict[str, Any]:
             identity = {"stream_id": stream_ptr, "device_index": index(device), "device_type": PRIVATEUSE1_ID}
             return super().__new__(cls, **identity)
 
-    fractions: dict[int, float] = {}
-
-    def set_fraction(fraction: float, device: Any = None) -> None:
-        if not isinstance(fraction, float):
-            raise TypeError("Invalid type for fraction argument, must be `float`")
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        fractions[index(device)] = fraction
-
     return {
         "ExternalStream": ExternalStream,
         "MemPool": MemPool,
@@ -94,14 +85,12 @@ def _functions(translated: Translated) -> dict[str, Any]:
         "get_stream_from_external": ExternalStream,
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_tf32_supported": lambda: True,
-        "get_device_properties": lambda device=None: properties(index(device)),
-        "get_per_process_memory_fraction": lambda device=None: fractions.get(index(device), 1.0),
+        "get_device_properties": lambda device=None: properties(known(device, index)),
         "get_sync_debug_mode": get_sync_debug_mode,
         "memory_snapshot": lambda *args, **kwargs: _snapshot()["segments"],
         "memory_usage": lambda device=None: 0,
         "reset_accumulated_host_memory_stats": _does_nothing,
         "reset_peak_host_memory_stats": _does_nothing,
-        "set_per_process_memory_fraction": set_fraction,
         "set_sync_debug_mode": set_sync_debug_mode,
         "use_mem_pool": _nothing_happens,
     }
@@ -176,15 +165,21 @@ def _snapshot() -> dict[str, Any]:
         {
             "device": device,
             "address": 0,
-            "total_size": _accounts.held(device),
-            "allocated_size": _accounts.held(device),
-            "active_size": _accounts.held(device),
+            "total_size": _accounts.account_of(device).reserved,
+            "allocated_size": _accounts.account_of(device).allocated,
+            "active_size": _accounts.account_of(device).allocated,
+            "requested_size": _accounts.held(device),
             "segment_type": "large",
+            "segment_pool_id": (0, 0),
+            "stream": 0,
+            "is_expandable": False,
+            "frames": [],
             "blocks": [],
         }
         for device in range(device_count())
     ]
-    return {"segments": segments, "device_traces": [[] for _ in segments], "allocator_settings": {}}
+    traces: list[list[Any]] = [[] for _ in segments]
+    return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
 
 
 def _dump_snapshot(filename: str = "dump_snapshot.pickle", *args: Any, **options: Any) -> None:
@@ -192,15 +187,24 @@ def _dump_snapshot(filename: str = "dump_snapshot.pickle", *args: Any, **options
         pickle.dump(_snapshot(), file)
 
 
+class _CudaError(int):
+    """The number of an error of the CUDA runtime."""
+
+    success: _CudaError
+
+
+_CudaError.success = _CudaError(0)
+
+
 @final
 class _Cudart:
     """What `torch.cuda.cudart()` returns: functions of the CUDA runtime."""
 
-    cudaError = SimpleNamespace(success=0)
+    cudaError = _CudaError
 
     @staticmethod
     def cudaGetErrorString(code: int) -> str:
-        return "no error" if code == 0 else f"error {code}"
+        return {0: "no error", 2: "out of memory"}.get(code, f"error {code}")
 
     @staticmethod
     def cudaMemGetInfo(device: int) -> tuple[int, int]:
@@ -209,7 +213,7 @@ class _Cudart:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister"):
-            return lambda *args: 0
+            return lambda *args: _CudaError.success
         raise AttributeError(_sentence(f"torch.cuda.cudart().{name}"), name=name, obj=self)
 
 
@@ -337,7 +341,7 @@ _OF_CPP: dict[str, Any] = {
     "_cuda_maybeExchangeDevice": _exchange_device,
     "_cuda_resetPeakMemoryStats": reset_peak_memory_stats,
     "_cuda_resetAccumulatedMemoryStats": _does_nothing,
-    "_cuda_memoryStats": lambda device: {"allocated_bytes.all.current": memory_allocated(device)},
+    "_cuda_memoryStats": lambda device: torch.cuda.memory_stats_as_nested_dict(device),
     "_cuda_setDevice": set_device,
     "_cuda_setStream": _put_stream,
     "_cuda_set_sync_debug_mode": set_sync_debug_mode,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchstrategy.testing._simulation import accounts as _accounts
 from torchstrategy.testing._simulation.cuda_more import missing_names, more_names
 from torchstrategy.testing._simulation.generators import default_generators
 from torchstrategy.testing._simulation.module import get_device_properties, manual_seed_all
-from torchstrategy.testing._simulation.ordinals import NAME, current_device, ordinal
+from torchstrategy.testing._simulation.ordinals import NAME, current_device, known, ordinal
 
 # What `torch.sim` has under the same name.
 _SAME = (
@@ -37,10 +38,6 @@ _SAME = (
     "is_initialized",
     "manual_seed",
     "manual_seed_all",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "memory_allocated",
-    "memory_reserved",
     "reset_peak_memory_stats",
     "set_device",
     "set_rng_state",
@@ -69,12 +66,16 @@ def _served(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
     module = torch.get_device_module(NAME)
     for name in _SAME:
         yield torch.cuda, name, _of_its_own(getattr(module, name))
-    for name, function in _more(translated).items():
+    more = _more(translated)
+    for name, function in more.items():
         yield torch.cuda, name, function
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        if hasattr(torch.accelerator, name):
+            yield torch.accelerator, name, more[name]
     # Parts of the module are modules, and have the functions, too.
     for part, names in ((torch.cuda.memory, _OF_MEMORY), (torch.cuda.random, _OF_RANDOM)):
         for name in names:
-            yield part, name, _of_its_own(getattr(module, name, None) or _more(translated)[name])
+            yield part, name, _of_its_own(more.get(name) or getattr(module, name))
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         yield torch.cuda.nvtx, name, _marks_nothing
     for name, dtype in _LEGACY.items():
@@ -111,6 +112,7 @@ _OF_MEMORY = (
     "memory_allocated",
     "memory_reserved",
     "memory_stats",
+    "memory_stats_as_nested_dict",
     "memory_summary",
     "reset_peak_memory_stats",
 )
@@ -159,15 +161,48 @@ def _of_its_own(thing: Any) -> Any:
     return same
 
 
-def _statistics(now: int, peak: int) -> dict[str, int]:
-    """What `torch.cuda.memory_stats` counts, of the bytes that are held now, and were at most."""
-    counts = {"num_alloc_retries": 0, "num_ooms": 0, "num_device_alloc": 0, "num_device_free": 0}
-    for kind in ("allocated", "active", "reserved", "requested"):
-        for pool in ("all", "small_pool", "large_pool"):
-            is_counted = pool != "small_pool"
-            counts[f"{kind}_bytes.{pool}.current"] = now * is_counted
-            counts[f"{kind}_bytes.{pool}.peak"] = peak * is_counted
-    return dict(sorted(counts.items()))
+_POOLS = ("all", "small_pool", "large_pool")
+
+
+def statistics(index: int) -> dict[str, Any]:
+    """What `torch.cuda.memory_stats_as_nested_dict` counts of a device; zero where nothing is known.
+
+    All memory counts as that of the pool of large tensors.
+    """
+    account = _accounts.account_of(index)
+    blocks = account.allocated, account.allocated_peak, account.taken
+    tensors = account.tensors, account.tensors, account.tensors_taken
+    counted = {
+        "active": tensors,
+        "active_bytes": blocks,
+        "allocated_bytes": blocks,
+        "allocation": tensors,
+        "inactive_split": (0, 0, 0),
+        "inactive_split_bytes": (0, 0, 0),
+        "requested_bytes": (account.held, account.peak, account.taken),
+        "reserved_bytes": (account.reserved, account.reserved_peak, account.reserved_peak),
+        "segment": (0, 0, 0),
+    }
+    stats: dict[str, Any] = {
+        name: {pool: _counts(*(0, 0, 0) if pool == "small_pool" else numbers) for pool in _POOLS}
+        for name, numbers in counted.items()
+    }
+    stats.update({name: _counts(0, 0, 0) for name in ("oversize_allocations", "oversize_segments")})
+    for name in ("num_alloc_retries", "num_device_alloc", "num_device_free", "num_sync_all_streams"):
+        stats[name] = 0
+    return {**stats, "max_split_size": -1, "num_ooms": account.ooms}
+
+
+def _counts(current: int, peak: int, taken: int) -> dict[str, int]:
+    return {"current": current, "peak": max(peak, current), "allocated": taken, "freed": max(taken - current, 0)}
+
+
+def _flat(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+    for name, value in stats.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
@@ -177,10 +212,11 @@ def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
         return ordinal(translated(device))
 
     def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-        return index(device) != index(peer_device)
+        one, other = (known(value, index, what) for value, what in ((device, "device"), (peer_device, "peer device")))
+        return one != other
 
     def capability(device: Any = None) -> tuple[int, int]:
-        properties = get_device_properties(index(device))
+        properties = get_device_properties(known(device, index))
         return properties.major, properties.minor
 
     def seed_all() -> None:
@@ -210,32 +246,56 @@ def _more_of_memory(index: Callable[[Any], int]) -> dict[str, Any]:
         index: Returns the number of the device that a program means.
     """
 
-    def held(device: Any = None) -> int:
-        return _accounts.held(index(device))
+    def of(device: Any) -> _accounts.Account:
+        return _accounts.account_of(index(device))
 
-    def stats(device: Any = None) -> dict[str, Any]:
-        return _statistics(held(device), _accounts.peak(index(device)))
+    def stats(device: Any = None) -> OrderedDict[str, Any]:
+        return OrderedDict(sorted(_flat(statistics(index(device)))))
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         total = get_device_properties(index(device)).total_memory
-        return max(total - held(device), 0), total
+        return max(total - of(device).reserved, 0), total
 
     def summary(device: Any = None, abbreviated: bool = False) -> str:
-        return (
-            f"simulated device {index(device)}: {held(device):,} bytes are held, at most "
-            f"{_accounts.peak(index(device)):,} were"
-        )
+        return _summary(index(device), abbreviated)
 
+    def set_fraction(fraction: float, device: Any = None) -> None:
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        fractions[index(device)] = fraction
+        # The size that `mem_get_info` says is that of no GPU, and limits nobody who does not ask for a part of it.
+        total = get_device_properties(index(device)).total_memory
+        of(device).limit = None if fraction == 1 else int(fraction * total)
+
+    fractions: dict[int, float] = {}
+    numbers = {
+        "memory_allocated": lambda device=None: of(device).allocated,
+        "max_memory_allocated": lambda device=None: of(device).allocated_peak,
+        "memory_reserved": lambda device=None: of(device).reserved,
+        "max_memory_reserved": lambda device=None: of(device).reserved_peak,
+    }
+    for name, function in numbers.items():
+        function.__name__ = name
     return {
-        "max_memory_cached": lambda device=None: _accounts.peak(index(device)),
+        **numbers,
+        "get_per_process_memory_fraction": lambda device=None: fractions.get(index(device), 1.0),
+        "max_memory_cached": numbers["max_memory_reserved"],
         "mem_get_info": mem_get_info,
-        "memory_cached": held,
+        "memory_cached": numbers["memory_reserved"],
         "memory_stats": stats,
+        "memory_stats_as_nested_dict": lambda device=None: statistics(index(device)),
         "memory_summary": summary,
         "reset_accumulated_memory_stats": _does_nothing,
         "reset_max_memory_allocated": lambda device=None: _accounts.reset_peak(index(device)),
         "reset_max_memory_cached": lambda device=None: _accounts.reset_peak(index(device)),
+        "set_per_process_memory_fraction": set_fraction,
     }
+
+
+# torch's own, which asks for `memory_stats`.
+_summary: Callable[..., str] = torch.cuda.memory.memory_summary
 
 
 def _does_nothing(*args: Any, **kwargs: Any) -> None:

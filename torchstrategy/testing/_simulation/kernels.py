@@ -16,8 +16,10 @@ from typing import Any, final
 import torch
 from torch import is_autocast_enabled  # under this name also where `cuda_alias` puts another in its place
 
+from torchstrategy.testing._simulation.accounts import is_out_of_memory, out_of_memory
+from torchstrategy.testing._simulation.deterministic import check_deterministic, not_deterministic
 from torchstrategy.testing._simulation.dtypes import IN_FLOAT32, check_of, in_float32
-from torchstrategy.testing._simulation.generators import check_generator, default_generator
+from torchstrategy.testing._simulation.generators import inside, inside_default_generator, refused_by_the_cpu
 from torchstrategy.testing._simulation.listeners import listeners, listeners_to_launches
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
 from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simulated, ordinal
@@ -86,6 +88,52 @@ _TAKE_NUMBERS = (
 )
 
 
+_BYTES = (torch.bool, torch.uint8)
+
+
+def _waits_for_indices(values: Any, indices: Sequence[Any], *_: Any) -> bool:
+    """A GPU counts which elements of a mask are True, and brings an index from the CPU to where the values are."""
+    return any(index is not None and (index.dtype in _BYTES or index.is_cpu) for index in indices)
+
+
+def _waits_to_put(target: Any, indices: Sequence[Any], value: Any, accumulate: bool = False, *_: Any) -> bool:
+    """A mask needs no indices where one number is put: that is `masked_fill`.
+
+    For a GPU, that is so of numbers of the CPU. But for a simulated device torch makes them there, of Python's numbers.
+    """
+    is_number = not value.dim() and not accumulate
+    is_mask = all(index is None or index.dtype in _BYTES for index in indices)
+    return not (is_number and is_mask) and _waits_for_indices(target, indices)
+
+
+def _waits_for_range(values: Any, bins: Any = None, least: Any = 0, most: Any = 0, *_: Any) -> bool:
+    """`histc` without limits takes those of the values."""
+    return (least or 0) == (most or 0)
+
+
+def _waits_to_compare(one: Any, other: Any) -> bool:
+    """A tensor equals itself, and GPUs do not look at its numbers."""
+    return bool(one.data_ptr() != other.data_ptr() or one.stride() != other.stride() or one.size() != other.size())
+
+
+def _waits(*_: Any) -> bool:
+    return True
+
+
+# The operators for which it depends on arguments whether the program waits for the device, and those that wait for
+# another reason than that the program sees a number: a decomposition asks whether it has converged.
+_WAIT_IF: dict[str, Callable[..., bool]] = {
+    "aten.index.Tensor": _waits_for_indices,
+    "aten.index.Tensor_out": _waits_for_indices,
+    "aten.index_put.default": _waits_to_put,
+    "aten.index_put_.default": _waits_to_put,
+    "aten._index_put_impl_.default": _waits_to_put,
+    "aten.histc.default": _waits_for_range,
+    "aten.equal.default": _waits_to_compare,
+    "aten._linalg_svd.default": _waits,
+}
+
+
 @final
 class _Operator:
     """The facts about an operator that its schema tells."""
@@ -115,7 +163,8 @@ class _Operator:
         self._is_read = any("Tensor" not in str(result.type) for result in declared.returns)
         # So does it where torch needs a number to know the size of a result: `nonzero`, or an index of bools.
         self._has_unknown_size = torch.Tag.dynamic_output_shape in op.tags
-        self._is_index = self.name.startswith("aten.index.Tensor")
+        self._waits_if = _WAIT_IF.get(self.name)
+        self.not_deterministic = not_deterministic(self.name)
         # For each result: the position of the argument that it is, or None if it is a new tensor.
         self.returned = [None if info is None else aliases.get(next(iter(info.before_set), "")) for info in infos]
 
@@ -123,12 +172,11 @@ class _Operator:
         """The argument at a position of the schema; None if there is none."""
         return args[position] if position < len(args) else kwargs.get(self.names[position])
 
-    def is_read_by_the_program(self, arguments: Sequence[Any]) -> bool:
+    def is_read_by_the_program(self, arguments: _Arguments) -> bool:
         """Whether the program waits for the device, to see a number."""
-        if not self._has_unknown_size or not self._is_index:
-            return self._is_read or self._has_unknown_size
-        indices = arguments[1] if len(arguments) > 1 else ()
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+        if self._waits_if is not None:
+            return self._waits_if(*map(arguments.given, range(len(self.names))))
+        return self._is_read or self._has_unknown_size
 
     @property
     def has_known_sizes(self) -> bool:
@@ -189,6 +237,11 @@ class _Arguments:
         if self._stranger is not None:
             raise mismatch(self._operator.name, torch.device(NAME, self._device), self._stranger)
         return self._device
+
+    @property
+    def are_of_the_cpu(self) -> bool:
+        """Whether the call is one of the CPU, which torch has brought here for a generator of a device."""
+        return self._device is None and self._given_kwargs.get("device") is None
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the simulated device among the arguments."""
@@ -278,6 +331,8 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
     device = arguments.device
     if operator.check is not None:
         operator.check(arguments.args, arguments.kwargs)
+    if operator.not_deterministic is not None and torch.are_deterministic_algorithms_enabled():
+        check_deterministic(operator.not_deterministic, lambda name: arguments[operator.names.index(name)])
     if operator.generator is not None:
         _give_generator(arguments, operator.generator, device)
     if listeners_to_launches():
@@ -294,10 +349,15 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
     if results is NOT_KNOWN:
         # The caller's autocast of the CPU is for the caller's own tensors of the CPU, and not for these.
         with without_keys(_AUTOCAST_CPU) if is_autocast_enabled("cpu") else nullcontext():
-            results = _called(call, operator, arguments)
+            try:
+                results = _called(call, operator, arguments)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise out_of_memory(device, None) from None
+                raise
     if listeners():
         computed(op, device, arguments.args, arguments.kwargs, results)
-    if (listeners() or get_sync_debug_mode()) and operator.is_read_by_the_program(arguments.args):
+    if (listeners() or get_sync_debug_mode()) and operator.is_read_by_the_program(arguments):
         read_by_the_program(device, operator.name)
     for position in operator.written:
         _bring_back(arguments.given(position), arguments[position], device)
@@ -307,9 +367,11 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
 def _give_generator(arguments: _Arguments, position: int, device: int) -> None:
     generator = arguments[position]
     if generator is None:
-        arguments[position] = default_generator(device)
+        arguments[position] = inside_default_generator(device)
+    elif arguments.are_of_the_cpu:
+        raise refused_by_the_cpu()
     else:
-        check_generator(generator, device)
+        arguments[position] = inside(generator)
 
 
 def _called(call: Callable[..., Any], operator: _Operator, arguments: _Arguments) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchstrategy.testing._simulation.backend import Backend, operator
-from torchstrategy.testing._simulation.generators import default_generator
+from torchstrategy.testing._simulation.generators import inside_default_generator
 from torchstrategy.testing._simulation.kernels import run_on_cpu, written_for_cpu
 from torchstrategy.testing._simulation.ordinals import ordinal
 
@@ -42,7 +42,7 @@ def _register_dropout(backend: Backend) -> None:
 
     @backend.kernel("native_dropout")  # the CPU's takes no generator
     def _native_dropout(inputs: Any, p: float, train: bool | None) -> Any:
-        generator = default_generator(ordinal(inputs.device))
+        generator = inside_default_generator(ordinal(inputs.device))
         return written_for_cpu(op, functools.partial(_dropout, generator=generator))(inputs, p, train)
 
 

@@ -14,7 +14,6 @@ from torchstrategy.testing._simulation.generators import (
     counted_state,
     default_generator,
     default_generators,
-    set_counted_state,
 )
 from torchstrategy.testing._simulation.listeners import listeners
 from torchstrategy.testing._simulation.ordinals import (
@@ -39,7 +38,6 @@ from torchstrategy.testing._simulation.streams import (
 _TOTAL_MEMORY = 16 * 2**30  # what `get_device_properties` says; nothing enforces it
 # The modules that draw for DTensors. The second does for devices that say that they are CUDA's.
 _OF_DTENSORS = ("torch.distributed.tensor._random", "torch._prims.rng_prims")
-_COUNTED_STATE = 16  # the bytes of a GPU's state of random numbers
 
 
 def make_module() -> types.ModuleType:
@@ -109,9 +107,9 @@ def device_of(tensor: torch.Tensor) -> current:
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
-    """Returns at once: nothing is under way."""
+    """Returns at once: nothing is under way. A negative number means the current device, as for GPUs."""
     refuse_in_capture("synchronize() waits for the device")
-    index = ordinal(device)
+    index = ordinal(None if isinstance(device, int) and device < 0 else device)
     for listener in listeners():
         listener.synchronized_device(index)
 
@@ -139,7 +137,9 @@ def is_bf16_supported() -> bool:
 
 
 def empty_cache() -> None:
-    """Does nothing: there is no cache."""
+    """Gives back the memory that is kept, of which `torch.cuda.memory_reserved` tells; there is none."""
+    for index in range(device_count()):
+        _accounts.account_of(index).empty_cache()
 
 
 def memory_allocated(device: torch.device | str | int | None = None) -> int:
@@ -180,10 +180,7 @@ def get_rng_state(device: torch.device | str | int = NAME) -> torch.Tensor:
 
 def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = NAME) -> None:
     """Sets the state of the default generator of a device."""
-    if new_state.numel() == _COUNTED_STATE:
-        set_counted_state(ordinal(device), new_state)
-    else:
-        default_generator(ordinal(device)).set_state(new_state)
+    default_generator(ordinal(device)).set_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:

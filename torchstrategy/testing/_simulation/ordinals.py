@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 
 NAME = "sim"
+# What torch raises for a device that is not there. torch 2.10 has it, and some builds do not export it.
+DeviceError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
 
 _devices: list[torch.device] = []  # filled once, by `simulate_devices`
 _indices: dict[torch.device, int] = {}
@@ -19,6 +22,21 @@ class _Here(threading.local):
 
 
 _here = _Here()
+
+
+class Spoken:
+    """How messages call simulated devices.
+
+    Attributes:
+        name: Their name: "cuda" in blocks in which the program calls them so.
+    """
+
+    name = NAME
+
+    @classmethod
+    def library(cls) -> str:
+        """With what an error of a device begins: "CUDA error", "CUDA out of memory"."""
+        return "CUDA" if cls.name == "cuda" else cls.name
 
 
 def declare(count: int) -> None:
@@ -58,8 +76,19 @@ def current_device() -> int:
 
 
 def set_device(device: torch.device | str | int | None) -> None:
-    """Makes a device this thread's current one."""
-    _here.current = ordinal(device)
+    """Makes a device this thread's current one. A negative number changes nothing, as for GPUs.
+
+    Raises:
+        ValueError: If it is no device of this type with an index.
+        RuntimeError: If there is no such device.
+    """
+    if isinstance(device, str):
+        device = torch.device(device)
+    if device is None or (isinstance(device, torch.device) and device.type == NAME and device.index is None):
+        said = device if device is None else Spoken.name
+        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{said}")
+    if not isinstance(device, int) or device >= 0:
+        _here.current = ordinal(device)
 
 
 def ordinal(device: torch.device | str | int | None) -> int:
@@ -67,7 +96,7 @@ def ordinal(device: torch.device | str | int | None) -> int:
 
     Raises:
         ValueError: If it is a device of another type.
-        RuntimeError: If there is no such device.
+        DeviceError: If there is no such device.
     """
     if isinstance(device, int):
         index: int | None = device
@@ -76,13 +105,29 @@ def ordinal(device: torch.device | str | int | None) -> int:
     else:
         device = torch.device(device)
         if device.type != NAME:
-            raise ValueError(f"Expected a simulated device, {NAME}:0 to {NAME}:{len(_devices) - 1}; got {device}.")
+            raise ValueError(f"Expected a {Spoken.name} device, but got: {device}")
         index = device.index
     if index is None:
         return _here.current
     if not 0 <= index < len(_devices):
-        raise RuntimeError(f"{NAME}: invalid device ordinal {index}: this process simulates {len(_devices)} devices.")
+        raise DeviceError(
+            f"{Spoken.library()} error: invalid device ordinal\n"
+            "GPU device may be out of range, do you have enough GPUs?\n"
+            f"{Spoken.name}:{index}: this process simulates {len(_devices)} devices."
+        )
     return index
+
+
+def known(device: Any, index: Callable[[Any], int], what: str = "device") -> int:
+    """The number of a device, for functions of `torch.cuda` that have an error of their own for one that is not there.
+
+    Raises:
+        AssertionError: If it is not there.
+    """
+    try:
+        return index(device)
+    except DeviceError:
+        raise AssertionError(f"Invalid {what} id") from None
 
 
 @final

@@ -24,15 +24,21 @@ from torchstrategy.testing._simulation.listeners import (
     listeners,
     listeners_to_launches,
 )
-from torchstrategy.testing._simulation.ordinals import NAME, current_device, index_of, ordinal, set_device
+from torchstrategy.testing._simulation.ordinals import (
+    NAME,
+    DeviceError,
+    Spoken,
+    current_device,
+    index_of,
+    ordinal,
+    set_device,
+)
 from torchstrategy.testing._simulation.pinned import is_pinned
 from torchstrategy.testing._simulation.sync_debug import check_wait, get_sync_debug_mode
 from torchstrategy.testing._simulation.torch_internals import PRIVATEUSE1_ID
 
-# What torch raises for errors of CUDA; a RuntimeError.
-AcceleratorError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
 _ids = itertools.count(1)
-_HIGHEST = -5  # of the priorities of streams, as on recent GPUs
+_HIGHEST = -3  # of the priorities of streams that torch has on GPUs
 # The objects for the default streams, by thread and device. torch makes one at each call, which no two threads share.
 _defaults: dict[tuple[int, int], Stream] = {}
 
@@ -72,6 +78,7 @@ class Stream(torch.Stream):  # the original: `install` puts another one in its p
     def synchronize(self) -> None:
         """Returns at once: nothing is under way."""
         refuse_in_capture("stream.synchronize() waits for the device")
+        check_wait()
         for listener in listeners():
             listener.synchronized_stream(_key(self), "stream.synchronize()")
 
@@ -149,11 +156,32 @@ class Event(torch.Event):
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
         self._enable_timing = enable_timing
+        self._device: torch.device | None = None
         self._at: float | None = None  # seconds
         self._moments: dict[Listener, Any] = {}  # for those that listened when it was recorded
 
+    @property
+    def device(self) -> torch.device | None:  # type: ignore[override]
+        """The device on which it was recorded; None if it was not."""
+        return self._device
+
+    @property
+    def cuda_event(self) -> int:
+        """What `torch.cuda.Event` has for the address of the driver's event: 0 before it is recorded."""
+        return 0 if self._at is None else id(self)
+
+    def __repr__(self) -> str:
+        return f"<torch.{Spoken.name}.Event {'uninitialized' if self._at is None else hex(self.cuda_event)}>"
+
     def record(self, stream: torch.Stream | None = None) -> None:
-        """Notes that the event happened now."""
+        """Notes that the event happened now.
+
+        Raises:
+            RuntimeError: If it is given something else than a stream.
+        """
+        if stream is not None and not isinstance(stream, torch.Stream):
+            raise RuntimeError("expected stream to be a torch.Stream or torch.cuda.Stream object")
+        self._device = torch.device(NAME, current_device() if stream is None else stream.device_index)
         self._at = time.perf_counter()
         self._moments = {listener: listener.moment(_key(stream)) for listener in listeners()}
 
@@ -177,12 +205,12 @@ class Event(torch.Event):
         """The milliseconds from this event to another one.
 
         Raises:
-            RuntimeError: If one of them was made without `enable_timing=True`, or was not recorded.
+            ValueError: If one of them was made without `enable_timing=True`, or was not recorded.
         """
         if not (self._enable_timing and end._enable_timing):
-            raise RuntimeError("elapsed_time needs both events to be made with enable_timing=True.")
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self._at is None or end._at is None:
-            raise RuntimeError("elapsed_time needs both events to be recorded first.")
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
         for listener, moment in self._moments.items():
             if listener in end._moments:
                 seconds = listener.seconds_between(moment, end._moments[listener])
@@ -247,11 +275,13 @@ def refuse_in_capture(what: str) -> None:
             f"operation not permitted when stream is capturing: {what} while a CUDA graph is captured, and a graph "
             "cannot wait for the CPU. Do it before the capture, or after a replay."
         )
-        raise AcceleratorError(f"CUDA error: {_here.lost}")
+        raise DeviceError(f"CUDA error: {_here.lost}")
 
 
-def set_stream(stream: Stream) -> None:
-    """Makes a stream this thread's current one of its device, and that device the current one."""
+def set_stream(stream: Stream | None) -> None:
+    """Makes a stream this thread's current one of its device, and that device the current one. None: no change."""
+    if stream is None:
+        return
     _here.streams[stream.device_index] = stream
     set_device(stream.device_index)
 

@@ -45,12 +45,12 @@ def check_wait() -> None:
         RuntimeError: If it wants an error.
     """
     if _mode.level == 1:
-        warnings.warn(_WORDS, stacklevel=_levels_to_the_user())
+        warnings.warn(_WORDS, stacklevel=levels_to_the_user())
     elif _mode.level == 2:
         raise RuntimeError(_WORDS)
 
 
-def _levels_to_the_user() -> int:
+def levels_to_the_user() -> int:
     """How far above the caller of this function the innermost line is that is neither torch's nor this package's."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:

@@ -6,6 +6,7 @@ library itself needs are in `_base/torch_internals`.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -120,3 +121,25 @@ def generator_id(generator: Any) -> int:
     """A number that identifies a generator: torch makes a new Python object for the same generator at each kernel."""
     identity: int = generator._cdata
     return identity
+
+
+# Where the C++ struct of a generator has its device, in two bytes, and its dispatch keys: in torch 2.10 to 2.15.
+_DEVICE_OF_GENERATOR, _KEYS_OF_GENERATOR = 56, 64
+
+
+def _bits(key: str) -> int:
+    bits: int = DispatchKeySet(getattr(DispatchKey, key)).raw_repr()
+    return bits
+
+
+def say_it_is_simulated(generator: Any, device: torch.device) -> None:
+    """Makes torch's C++ take a new generator of the CPU for one of a simulated device.
+
+    torch has no way to make such a generator but in C++. Where a later torch has another struct, nothing is written,
+    and operators of the CPU take the generator as one of theirs.
+    """
+    kind = (ctypes.c_int8 * 2).from_address(generator_id(generator) + _DEVICE_OF_GENERATOR)
+    keys = ctypes.c_uint64.from_address(generator_id(generator) + _KEYS_OF_GENERATOR)
+    if list(kind) == [0, -1] and keys.value == _bits("CPU"):
+        kind[0], kind[1] = PRIVATEUSE1_ID, -1 if device.index is None else device.index
+        keys.value = _bits("PrivateUse1")

@@ -35,6 +35,7 @@ from typing_extensions import override
 from torchstrategy.testing._simulation.accelerator import depth_of_backward
 from torchstrategy.testing._simulation.accounts import held
 from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, Meeting, Stream
+from torchstrategy.testing._simulation.ordinals import Spoken
 from torchstrategy.testing._simulation.program import Call, users_call, users_place
 from torchstrategy.testing._virtual_time.acts import (
     Act,
@@ -205,7 +206,8 @@ class Clock(Listener):
             self._peaks[-1][device] = max(self._peaks[-1][device], now)
         if now > memory:
             raise torch.OutOfMemoryError(
-                f"sim:{device} is out of memory: the tensors on it would hold {now / GIB:.2f} GiB, and "
+                f"{Spoken.library()} out of memory. sim:{device} is out of memory: the tensors on it would hold "
+                f"{now / GIB:.2f} GiB, and "
                 f"{self.profile.name} has {memory / GIB:.2f} GiB. Use a smaller batch, recompute activations "
                 "(torch.utils.checkpoint), or ask virtual_time for another profile."
             )
