@@ -201,6 +201,7 @@ def test_cuda_counts_in_blocks() -> None:
 def test_memory_stays_reserved_until_the_cache_is_emptied() -> None:
     with cuda_alias():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(1)
         before = torch.cuda.memory_reserved(1)
         x = torch.empty(30 * 2**20, dtype=torch.uint8, device=ONE)
         with_it = torch.cuda.memory_reserved(1)

@@ -326,7 +326,7 @@ def test_there_is_no_device_beyond_the_last() -> None:
         lambda: torch.ones(2).to("sim:9"),
         lambda: torch.ones(2).sim(9),
     ):  # type: ignore[attr-defined]
-        with pytest.raises(RuntimeError, match="ordinal 9"):
+        with pytest.raises(RuntimeError, match="sim:9: this process simulates"):
             make()
 
 

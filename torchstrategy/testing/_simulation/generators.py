@@ -12,10 +12,13 @@ so neither takes one of the other. A DTensor wants the 16 bytes alone, and sets 
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import struct
 import weakref
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 
 from torchstrategy.testing._simulation.facades import put_in_place
@@ -28,47 +31,69 @@ _WORD = 4  # an offset counts in fours
 
 
 class _Counted(NamedTuple):
-    """The seed and offset that a generator was set to last, and its own seed and state just after."""
+    """The seed and offset that a generator was set to last."""
 
     seed: int
     offset: int
-    made_of: int
-    state: torch.Tensor
+
+    def own_seed(self) -> int:
+        """The seed of the generator inside: that of neighbours has nothing to do with it."""
+        digest = hashlib.blake2b(f"{self.seed},{self.offset}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1  # a seed is a signed 64-bit number
 
 
 @final
 class _Inside:
-    """What draws for a generator of a device."""
+    """What draws for a generator of a device.
+
+    Two that are in the same state say the same seed and offset, whatever they were set to before: both follow from
+    the state of the generator inside, and from the seed that it was given.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.generator = torch.Generator("cpu")
         self.counted: _Counted | None = None
 
+    def counted_now(self) -> _Counted | None:
+        """The seed and offset to which the generator was set; None if it was seeded since, or never set."""
+        counted = self.counted  # another thread may exchange it meanwhile
+        return counted if counted is not None and counted.own_seed() == self.generator.initial_seed() else None
+
     def seed_and_offset(self) -> tuple[int, int]:
-        seed = self.generator.initial_seed()
-        if self.counted is None or self.counted.made_of != seed:
-            return seed, _WORD * (not torch.equal(self.generator.get_state(), _fresh(seed)))
-        # Operators have drawn since; by how far a GPU would have moved on does not matter.
-        has_drawn = not torch.equal(self.generator.get_state(), self.counted.state)
-        return self.counted.seed, self.counted.offset + _WORD * has_drawn
+        own = self.generator.initial_seed()
+        seed, offset = self.counted_now() or (own, 0)
+        # By how far a GPU would have moved on does not matter.
+        return seed, offset + _WORD * (_bytes_of(self.generator.get_state()) != _fresh(own))
 
     def set_counted(self, seed: int, offset: int) -> None:
-        # Neighbouring seeds and offsets have to lead to numbers that have nothing to do with each other.
-        digest = hashlib.blake2b(f"{seed},{offset}".encode(), digest_size=8).digest()
-        self.generator.manual_seed(int.from_bytes(digest, "little", signed=True))
-        self.note(seed, offset)
+        self.counted = counted = _Counted(seed, offset)
+        self.generator.manual_seed(counted.own_seed())
 
-    def note(self, seed: int, offset: int) -> None:
-        """Notes to what the generator was set."""
-        self.counted = _Counted(seed, offset, self.generator.initial_seed(), self.generator.get_state())
+    def set_state(self, state: torch.Tensor, seed: int, offset: int) -> None:
+        """Sets the state of the generator inside, which says the seed and offset."""
+        self.generator.set_state(state)
+        own = self.generator.initial_seed()
+        known = (_Counted(seed, offset), _Counted(seed, offset - _WORD))  # the second, if it has drawn since
+        self.counted = next((one for one in known if one.own_seed() == own), None)
 
 
 _inside: dict[int, _Inside] = {}  # of each living generator of this file, by the generator's id
 
 
-def _fresh(seed: int) -> torch.Tensor:
-    return torch.Generator("cpu").manual_seed(seed).get_state()
+@functools.lru_cache(maxsize=64)
+def _fresh(seed: int) -> bytes:
+    """The state of a generator of the CPU that has drawn nothing since it was seeded."""
+    return _bytes_of(torch.Generator("cpu").manual_seed(seed).get_state())
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    """The bytes of a state, read without an operator: nobody who counts operators shall see them."""
+    return state.numpy().tobytes()
+
+
+def _state_of(content: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(content, np.uint8).copy())
 
 
 @final
@@ -93,11 +118,12 @@ class SimulatedGenerator(torch.Generator):  # the original: `install` puts anoth
         return self._inside.generator.seed()
 
     def initial_seed(self) -> int:
-        counted, seed = self._inside.counted, self._inside.generator.initial_seed()
-        return counted.seed if counted is not None and counted.made_of == seed else seed
+        counted = self._inside.counted_now()
+        return self._inside.generator.initial_seed() if counted is None else counted.seed
 
     def get_state(self) -> torch.Tensor:
-        return torch.cat([_packed(*self._inside.seed_and_offset()), self._inside.generator.get_state()])
+        inside = self._inside
+        return _state_of(_packed(*inside.seed_and_offset()) + _bytes_of(inside.generator.get_state()))
 
     def set_state(self, new_state: torch.Tensor) -> SimulatedGenerator:
         """Sets a state of a generator of a device, or the 16 bytes of a GPU's.
@@ -110,16 +136,15 @@ class SimulatedGenerator(torch.Generator):  # the original: `install` puts anoth
             raise TypeError(f"expected a torch.ByteTensor, but got {type(new_state).__name__}")
         if new_state.dtype is not torch.uint8 or not new_state.is_cpu or new_state.layout is not torch.strided:
             raise TypeError("RNG state must be a torch.ByteTensor")
-        inside, state = self._inside, new_state.detach().contiguous().clone()
+        inside, content = self._inside, _bytes_of(new_state.detach().contiguous())
         inner = inside.generator.get_state().numel()
-        if state.numel() not in (COUNTED_STATE, COUNTED_STATE + inner):
+        if len(content) not in (COUNTED_STATE, COUNTED_STATE + inner):
             raise RuntimeError("RNG state is wrong size")
-        seed, offset = state[:COUNTED_STATE].view(torch.int64).tolist()
-        if state.numel() == COUNTED_STATE:
+        seed, offset = struct.unpack("<Qq", content[:COUNTED_STATE])
+        if len(content) == COUNTED_STATE:
             inside.set_counted(seed, offset)
         else:
-            inside.generator.set_state(state[COUNTED_STATE:].clone())
-            inside.note(seed, offset)
+            inside.set_state(_state_of(content[COUNTED_STATE:]), seed, offset)
         return self
 
     def get_offset(self) -> int:
@@ -230,14 +255,10 @@ def counted_state(index: int) -> torch.Tensor:
     drawn after it was set are not what the generator would have drawn next.
     """
     found = _inside[generator_id(_default[index])]
-    if found.counted is None or found.counted.made_of != found.generator.initial_seed():
-        return _packed(found.generator.initial_seed(), 0)
-    return _packed(*found.seed_and_offset())
+    if found.counted_now() is None:
+        return _state_of(_packed(found.generator.initial_seed(), 0))
+    return _state_of(_packed(*found.seed_and_offset()))
 
 
-def _packed(seed: int, offset: int) -> torch.Tensor:
-    return torch.tensor([_signed(seed), offset], device="cpu").view(torch.uint8)
-
-
-def _signed(seed: int) -> int:
-    return seed - 2**64 if seed >= 2**63 else seed
+def _packed(seed: int, offset: int) -> bytes:
+    return struct.pack("<Qq", seed % 2**64, offset)

@@ -54,7 +54,10 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class Stream(torch.Stream):  # the original: `install` puts another one in its place
+_Plain = torch.Stream  # the original: `install` puts another one in its place
+
+
+class Stream(_Plain):
     """A stream of a simulated device. Work that is put on it is done when the call returns."""
 
     # The device and stream from before each open `with stream:` block. As in torch, they are in the object, and not in
@@ -179,7 +182,7 @@ class Event(torch.Event):
         Raises:
             RuntimeError: If it is given something else than a stream.
         """
-        if stream is not None and not isinstance(stream, torch.Stream):
+        if stream is not None and not isinstance(stream, _Plain):
             raise RuntimeError("expected stream to be a torch.Stream or torch.cuda.Stream object")
         self._device = torch.device(NAME, current_device() if stream is None else stream.device_index)
         self._at = time.perf_counter()
