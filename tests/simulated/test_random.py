@@ -194,6 +194,17 @@ def test_an_offset_leads_to_numbers_of_its_own() -> None:
         generator.set_offset(3)
 
 
+@pytest.mark.parametrize("begin", [lambda g: g.manual_seed(7), lambda g: g.manual_seed(7).set_offset(8)])
+def test_a_state_is_the_same_whether_it_was_drawn_to_or_set(begin: Callable[[Any], torch.Generator]) -> None:
+    """The bytes of a state are the seed of what replicas draw, which have to draw the same after a checkpoint."""
+    going_on, resumed = begin(torch.Generator("sim")), torch.Generator("sim")
+    torch.rand(3, device="sim", generator=going_on)
+    resumed.set_state(going_on.get_state())
+    for generator in (going_on, resumed):
+        torch.rand(3, device="sim", generator=generator)
+    assert torch.equal(going_on.get_state(), resumed.get_state())
+
+
 @pytest.mark.parametrize("copied", [lambda g: g.clone_state(), copy.deepcopy], ids=["clone_state", "deepcopy"])
 def test_a_copy_of_a_generator_draws_the_same(copied: Callable[[torch.Generator], torch.Generator]) -> None:
     generator = torch.Generator("sim:1").manual_seed(7)
