@@ -55,7 +55,7 @@ class Account:
             self.held += after - before
             self.allocated += blocks - blocks_before
             self.tensors += (after > 0) - (before > 0)
-            if blocks > blocks_before:
+            if after > before:
                 self.peak = max(self.peak, self.held)
                 self.allocated_peak = max(self.allocated_peak, self.allocated)
                 self.taken += blocks - blocks_before
