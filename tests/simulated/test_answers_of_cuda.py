@@ -15,7 +15,9 @@ from torchstrategy.testing import cuda_alias, record_streams
 
 
 @pytest.fixture(autouse=True)
-def alias() -> Iterator[None]:
+def alias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # A test before may have left it off, which is a setting of the process: layers would not be those of cuDNN.
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
     with cuda_alias():
         yield
 
