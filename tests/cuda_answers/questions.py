@@ -46,8 +46,8 @@ import torch.nn.functional as F
 from torch import nn
 
 TABLES = Path(__file__).resolve().parent / "tables"
-SECONDS = 10  # that a question may take
-SECONDS_IN_C = 30  # after which the process ends, where no signal is looked at
+SECONDS = 100  # that a question may take, on a slow machine
+SECONDS_IN_C = 200  # after which the process ends, where no signal is looked at
 LONGEST = 120  # characters of an error's first line
 DEPTH = 6  # of containers in an answer
 FEW = 12  # elements of a tensor whose numbers are part of the answer
