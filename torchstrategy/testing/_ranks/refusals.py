@@ -15,6 +15,7 @@ import torch
 
 from torchstrategy.testing._ranks.tensors import name_of
 from torchstrategy.testing._ranks.torch_internals import OBJECTS_OF
+from torchstrategy.testing._simulation.dtypes import name_in_cpp
 from torchstrategy.testing._simulation.ordinals import NAME
 
 _NCCL = "nccl"
@@ -27,7 +28,6 @@ _DTYPES_OF_NCCL = frozenset(
         *("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz"),
     )
 )
-_NAMES_IN_CPP = {"int16": "Short", "uint16": "UInt16", "uint32": "UInt32", "uint64": "UInt64"}
 _NOT_REDUCED_BY_NCCL = ("band", "bor", "bxor")
 
 
@@ -88,9 +88,7 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
 
 def _check_dtype(dtype: torch.dtype, operation: Any) -> None:
     if dtype not in _DTYPES_OF_NCCL:
-        name = str(dtype).removeprefix("torch.")
-        name = _NAMES_IN_CPP.get(name, name.capitalize())
-        raise TypeError(f"Input tensor data type is not supported for NCCL process group: {name}")
+        raise TypeError(f"Input tensor data type is not supported for NCCL process group: {name_in_cpp(dtype)}")
     reduction = "" if operation is None else name_of(operation)
     if reduction == "avg" and dtype is torch.bool:
         raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")

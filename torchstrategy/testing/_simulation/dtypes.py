@@ -118,7 +118,9 @@ def _check_convolution(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 def _check_norm(args: Sequence[Any], kwargs: Mapping[str, Any], first: int) -> None:
     for tensor in args[first : first + 2]:
         if tensor is not None and tensor.dtype != args[0].dtype:
-            raise RuntimeError(f"expected scalar type {_name(args[0].dtype)} but found {_name(tensor.dtype)}")
+            raise RuntimeError(
+                f"expected scalar type {name_in_cpp(args[0].dtype)} but found {name_in_cpp(tensor.dtype)}"
+            )
 
 
 def _check_dropout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -192,7 +194,7 @@ _CHECKS: dict[str, Check] = {
 
 
 def _not_implemented(kernel: str, dtype: torch.dtype) -> NotImplementedError:
-    return NotImplementedError(f"\"{kernel}\" not implemented for '{_name(dtype)}'")
+    return NotImplementedError(f"\"{kernel}\" not implemented for '{name_in_cpp(dtype)}'")
 
 
 _NAMES = {
@@ -205,13 +207,17 @@ _NAMES = {
     torch.int32: "Int",
     torch.int64: "Long",
     torch.int8: "Char",
+    torch.uint16: "UInt16",
+    torch.uint32: "UInt32",
+    torch.uint64: "UInt64",
     torch.uint8: "Byte",
 }
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_in_cpp(dtype: torch.dtype) -> str:
+    """What messages of torch's C++ call a dtype: "Half"."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch.").capitalize())
 
 
 def _type_of(tensor: torch.Tensor) -> str:
-    return f"torch.cuda.{_name(tensor.dtype)}Tensor"
+    return f"torch.cuda.{name_in_cpp(tensor.dtype)}Tensor"
