@@ -28,7 +28,7 @@ from .cluster import free_ports
 TIMEOUT_S = 3  # of the strategy, where a worker hangs
 HANGS_FOR_S = TIMEOUT_S + 6
 LIMIT_S = 300.0  # of a run, on a machine that is busy with something else
-STUCK_S = 60  # the time after which a worker says where it is
+STUCK_S = 240  # the time after which a worker says where it is; Python can crash in saying so of one that goes on
 
 PROGRAM = f"""
 import faulthandler, os, signal, sys, time
