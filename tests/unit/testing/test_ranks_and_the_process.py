@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy.testing import run_ranks
+from torchstrategy.testing._ranks.torch_internals import put_settings, take_settings
 
 python: Any = sys
 
@@ -96,6 +97,43 @@ def _set_deterministic(rank: int) -> Callable[[], Any]:
     return lambda: int(torch.are_deterministic_algorithms_enabled())
 
 
+def _set_dtype(rank: int) -> Callable[[], Any]:
+    torch.set_default_dtype(torch.float64 if rank else torch.float32)
+    return lambda: int(torch.ones(1).dtype is torch.float64)
+
+
+def _set_anomalies(rank: int) -> Callable[[], Any]:
+    torch.autograd.set_detect_anomaly(bool(rank), check_nan=not rank)
+    return lambda: int(torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled())
+
+
+def _set_cudnn(rank: int) -> Callable[[], Any]:
+    cudnn = torch.backends.cudnn
+    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = not rank, bool(rank), bool(rank)
+    return lambda: int(not cudnn.enabled and cudnn.benchmark and cudnn.deterministic)
+
+
+def _set_products(rank: int) -> Callable[[], Any]:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(rank)
+    return lambda: int(torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32)
+
+
+def _set_precision(rank: int) -> Callable[[], Any]:
+    torch.set_float32_matmul_precision("medium" if rank else "highest")
+    return lambda: int(torch.get_float32_matmul_precision() == "medium")
+
+
+def _set_newer_precision(rank: int) -> Callable[[], Any]:
+    backends: Any = torch.backends
+    backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision = ("tf32" if rank else "ieee"), "ieee"
+    return lambda: int(backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def _set_attention(rank: int) -> Callable[[], Any]:
+    torch.backends.cuda.enable_flash_sdp(not rank)
+    return lambda: int(not torch.backends.cuda.flash_sdp_enabled())
+
+
 def _set_collector(rank: int) -> Callable[[], Any]:
     gc.disable() if rank else gc.enable()
     return lambda: int(not gc.isenabled())
@@ -123,7 +161,9 @@ def _seen() -> list[Any]:
     of_warnings = warnings.showwarning, warnings.filters, list(warnings.filters)
     loggers = {name: list(logging.getLogger(name).handlers) for name in ("of.a.rank", "root", "torch")}
     of_loggers = loggers, logging.getLogger("of.a.rank").level, logging.root.manager.disable
-    return [*names, *of_warnings, *of_loggers, os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)]
+    of_torch = take_settings()
+    here = os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)
+    return [*names, *of_warnings, *of_loggers, of_torch, *here]
 
 
 @pytest.mark.parametrize("put", SETS, ids=lambda put: put.__name__)
@@ -138,12 +178,25 @@ def test_each_rank_has_its_own(put: Callable[[int], Callable[[], Any]]) -> None:
         return seen
 
     logging.getLogger("of.a.rank")
-    before = _seen()
+    torch.use_deterministic_algorithms(False)  # at the first call torch imports modules that add filters of warnings
+    before, of_torch = _seen(), take_settings()
     try:
         assert run_ranks(main, 2)[0] == [[0] * 3, [1] * 3]
         assert _seen() == before
     finally:
-        torch.use_deterministic_algorithms(False)
+        put_settings(of_torch)
+
+
+def test_blocks_that_two_ranks_leave_in_turns_put_back_what_was_there() -> None:
+    """The second rank to enter such a block used to find, and to leave for good, what the first one had set."""
+
+    def main(rank: int) -> None:
+        dist.init_process_group("gloo")
+        with torch.backends.cudnn.flags(enabled=False):
+            dist.barrier()
+
+    run_ranks(main, 2)
+    assert torch.backends.cudnn.enabled
 
 
 def test_each_rank_has_a_folder(tmp_path: Path) -> None:
@@ -159,6 +212,31 @@ def test_each_rank_has_a_folder(tmp_path: Path) -> None:
     before = os.getcwd()
     assert run_ranks(main, 2)[0] == ["0", "1"]
     assert os.getcwd() == before
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["before it begins", "while it waits"])
+def test_a_rank_whose_folder_another_one_removes_is_told_so(has_begun: bool, tmp_path: Path) -> None:
+    """A rank that could not go to its folder when its first turn came took the turn with it, and the run hung."""
+    gone, other = tmp_path / "gone", tmp_path / "other"
+    gone.mkdir()
+    other.mkdir()
+
+    def main(rank: int) -> None:
+        if rank == 0:
+            os.chdir(other)
+        if has_begun:
+            dist.init_process_group("gloo")
+            dist.barrier()
+        if rank == 0:
+            gone.rmdir()
+
+    before = os.getcwd()
+    os.chdir(gone)
+    try:
+        with pytest.raises(FileNotFoundError, match="gone"):
+            run_ranks(main, 2)
+    finally:
+        os.chdir(before)
 
 
 def test_what_one_rank_does_not_replace_is_as_it_was() -> None:

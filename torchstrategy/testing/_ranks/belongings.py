@@ -15,8 +15,10 @@ from torchstrategy.testing._ranks.process import PythonState
 from torchstrategy.testing._ranks.torch_internals import (
     forget_fake_results,
     put_module_hooks,
+    put_settings,
     put_variables,
     take_module_hooks,
+    take_settings,
     take_variables,
     variables_of_a_new_process,
 )
@@ -25,7 +27,7 @@ from torchstrategy.testing._simulation.generators import default_generators
 
 @final
 class Belongings:
-    """What Python has for one process, its environment variables, random numbers, dtype, script, hooks and groups.
+    """What Python has for one process, its environment, random numbers, script, hooks, groups and settings.
 
     Args:
         imports: What modules say while they are imported in the run.
@@ -56,10 +58,10 @@ class Belongings:
             generator.set_state(state)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        torch.set_default_dtype(self._dtype)
         sys.modules["__main__"] = self._main  # a script is a module of its own in each rank, and pickle looks there
         put_variables(self._variables)
         put_module_hooks(self._hooks)
+        put_settings(self._settings)
         forget_fake_results()
         self._python_state.put_on()
         self._imports.repeat(self._seen)
@@ -75,7 +77,7 @@ class Belongings:
         self._devices = [generator.get_state() for generator in default_generators()]
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state()
-        self._dtype = torch.get_default_dtype()
         self._main = sys.modules["__main__"]
         self._variables = take_variables()
         self._hooks = take_module_hooks()
+        self._settings = take_settings()

@@ -10,10 +10,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple, final
-
-import torch
 
 # Attributes of modules. Where this version of Python lacks one, nothing is kept.
 _NAMES: list[tuple[Any, str]] = [
@@ -26,13 +23,6 @@ _NAMES: list[tuple[Any, str]] = [
 ]
 _NAMES = [(owner, name) for owner, name in _NAMES if hasattr(owner, name)]
 _LISTS = ("argv", "filters")  # programs write into them
-
-# What is asked and set by functions.
-_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
-_SETTINGS: list[_Setting] = [
-    (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-]
 
 
 class _Logger(NamedTuple):
@@ -80,7 +70,7 @@ class PythonState:
             ]
         self._loggers = {logger: _state_of(logger) for logger in _loggers()}
         self._disabled = logging.root.manager.disable
-        self._settings = [ask() for ask, _ in _SETTINGS]
+        self._collects = gc.isenabled()
         self._folder = _folder()
 
     def put_on(self) -> None:
@@ -96,9 +86,10 @@ class PythonState:
             _put_on(logger, self._loggers.get(logger, _NEW))  # a logger that another rank has made is new here
         if logging.root.manager.disable != self._disabled:
             logging.disable(self._disabled)
-        for (ask, put), setting in zip(_SETTINGS, self._settings, strict=True):
-            if ask() != setting:
-                put(setting)
+        if self._collects:
+            gc.enable()
+        else:
+            gc.disable()
         if self._folder is not None and _folder() != self._folder:
             os.chdir(self._folder)
 

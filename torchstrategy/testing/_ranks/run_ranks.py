@@ -175,6 +175,8 @@ class _Run:
     def _run(self, rank: int) -> None:
         try:
             self._run_here(rank)
+        except BaseException as error:  # while it put on or took off what it has
+            self._errors.setdefault(rank, error)
         finally:
             self._gone.add(rank)
             self._one_gone.release()
@@ -182,9 +184,9 @@ class _Run:
     def _run_here(self, rank: int) -> None:
         settle_here(self.world, rank)
         torch.autograd.set_multithreading_enabled(False)  # backward, with its collectives, belongs to this thread
-        self._turns.begin(rank)
         how = "has ended"
         try:
+            self._turns.begin(rank)
             self._turns.check(rank)
             if device_count():
                 set_device(rank % device_count())

@@ -1,7 +1,7 @@
 """The private names of torch that only ranks in one process need, each with its reason.
 
 When torch moves one of them, this file changes and no other does. `tests/unit/testing/test_ranks_and_torch.py` has a
-test for each.
+test for each, but for the settings of a process: those are in `tests/unit/testing/test_ranks_and_the_process.py`.
 """
 
 from __future__ import annotations
@@ -179,6 +179,95 @@ def put_module_hooks(hooks: _Hooks) -> None:
             table.update(content)
 
 
+# The settings that torch has once for a process: what asks for one, and what sets it.
+_C: Any = torch._C
+_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _precision_of(backend: str, operator: str) -> _Setting:
+    """What asks for the precision of float32 numbers in an operator, and what sets it."""
+    return (
+        lambda: _C._get_fp32_precision_getter(backend, operator),
+        lambda precision: _C._set_fp32_precision_setter(backend, operator, precision),
+    )
+
+
+def _older(ask: Callable[[], Any], put: Callable[[Any], Any]) -> _Setting:
+    """A setting that torch does not tell where a program has set its parts apart. Then it is left alone."""
+
+    def ask_if_told() -> Any:
+        try:
+            return ask()
+        except RuntimeError:
+            return None
+
+    def put_if_told(setting: Any) -> None:
+        if setting is not None:
+            put(setting)
+
+    return ask_if_told, put_if_told
+
+
+_SETTINGS: list[_Setting] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory),
+    (torch.is_warn_always_enabled, torch.set_warn_always),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda both: torch.set_anomaly_enabled(*both),
+    ),
+    # By these names and not by those of `torch.backends`, whose setters a program can lock.
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
+    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
+    (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
+    (
+        _C._get_cublas_allow_fp16_reduced_precision_reduction,
+        lambda both: _C._set_cublas_allow_fp16_reduced_precision_reduction(*both),
+    ),
+    (
+        _C._get_cublas_allow_bf16_reduced_precision_reduction,
+        lambda both: _C._set_cublas_allow_bf16_reduced_precision_reduction(*both),
+    ),
+    (_C._get_linalg_preferred_backend, _C._set_linalg_preferred_backend),
+    (_C._get_blas_preferred_backend, _C._set_blas_preferred_backend),
+    # The older functions come first, since they set what the newer ones set, too.
+    _older(_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
+    _older(_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
+    *[
+        _precision_of(backend, operator)
+        for backend, operators in {
+            "generic": ["all"],
+            "cuda": ["all", "matmul", "conv", "rnn"],
+            "mkldnn": ["all", "matmul", "conv", "rnn"],
+        }.items()
+        for operator in operators
+    ],
+]
+
+
+def take_settings() -> list[Any]:
+    """The settings that torch has for the process now."""
+    return [ask() for ask, _ in _SETTINGS]
+
+
+def put_settings(settings: list[Any]) -> None:
+    """Makes the settings of torch those that `take_settings` returned."""
+    for (ask, put), setting in zip(_SETTINGS, settings, strict=True):
+        if ask() != setting:
+            put(setting)
+
+
 @contextmanager
 def meshes_marked_by(mark: Callable[[], int]) -> Iterator[None]:
     """A block in which a `DeviceMesh` gets a mark when it is made, and equals only meshes with the same mark.
@@ -265,7 +354,7 @@ def groups_made_by(
             c10d._world.pg_map[group] = (dist.Backend(str(backend)), kept)  # what `dist.get_backend` says
             config = c10d._world.pg_backend_config[group] = _config_of(str(backend))
             backends = dict(part.split(":") for part in config.split(","))
-            group.serve(str(backend), {} if torch.accelerator.current_accelerator() is None else backends, bound)
+            group.serve(str(backend), {} if _find_accelerator() is None else backends, bound)
         return group, kept
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
@@ -282,6 +371,8 @@ def groups_made_by(
         (dist, "FileStore", lambda *args, **options: store_of()),
         (_GROUPS, "WORLD", property(_read_default_group, _GROUPS.WORLD.fset)),
     ]
+    if hasattr(c10d, _RECORDER):
+        in_place.append((c10d, _RECORDER, lambda *args: None))
     try:
         with replacing(in_place):
             yield
@@ -334,9 +425,14 @@ def _keep_objects_here(find: Callable[..., Any]) -> Callable[..., Any]:
     return find_device
 
 
+def _find_accelerator() -> torch.device | None:
+    """The kind of accelerator that is here: one that is simulated, mostly. A build for CUDA alone is none."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
 def _config_of(backend: str) -> str:
     """What `dist.get_backend_config` says: the devices whose tensors a group takes, each with its backend."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = _find_accelerator()
     kind = "cpu" if accelerator is None else accelerator.type
     if backend == dist.Backend.UNDEFINED:
         return "cpu:gloo" if kind == "cpu" else f"{kind}:nccl"
@@ -345,6 +441,9 @@ def _config_of(backend: str) -> str:
 
 
 _BACKEND, _FAKE = "torchstrategy_ranks", "fake"
+# Of torch 2.15: what records the last collectives of a group. It asks C++ for the name of the group, which only a group
+# with a backend of C++ has there.
+_RECORDER = "_maybe_attach_flight_recorder"
 _NCCL = (2, 27, 5)  # torch logs it with an error of a collective, and cannot find it where it has no NCCL
 
 

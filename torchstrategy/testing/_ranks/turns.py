@@ -95,9 +95,11 @@ class Turns:
             rank: The rank that has it.
             how: How it ended, for messages: `has ended`.
         """
-        self._leave(rank)
-        self._ranks[rank].ended = how
-        self._pass_on()
+        try:
+            self._leave(rank)
+        finally:
+            self._ranks[rank].ended = how
+            self._pass_on()
 
     def give_up(self, rank: int) -> None:
         """Passes the turn on in place of a rank whose thread was ended in its turn."""
