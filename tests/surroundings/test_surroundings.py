@@ -22,7 +22,7 @@ from house.picture import package
 pytestmark = without_simulated_devices
 
 HERE = Path(__file__).parent
-NOBODY = 65534
+USERS = {"nobody": 65534, "a number without a name": 54321}  # containers often have such a number
 TEST = "def test(strategy):\n    assert strategy.num_replicas_in_sync >= 1\n"
 IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
@@ -124,7 +124,8 @@ def test_a_path_with_spaces_and_letters_beyond_ascii(tmp_path: Path) -> None:
 
 @takes_long
 @pytest.mark.skipif(not IS_ROOT, reason="becomes another user: run it as root")
-def test_a_user_who_may_write_nothing_but_one_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("user", USERS)
+def test_a_user_who_may_write_nothing_but_one_folder(user: str, tmp_path: Path) -> None:
     """Neither the installation, nor a home, which this user does not have."""
     hidden = [str(folder) for folder in Path(sys.executable).resolve().parents if not folder.stat().st_mode & 0o001]
     hidden += [str(folder) for folder in Path(sys.prefix).parents if not folder.stat().st_mode & 0o001]
@@ -133,9 +134,10 @@ def test_a_user_who_may_write_nothing_but_one_folder(tmp_path: Path) -> None:
     site, work = installed_in(tmp_path_of_all(tmp_path, "site")), tmp_path_of_all(tmp_path, "work")
     for path in [site, *site.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
-    os.chown(work, NOBODY, NOBODY)
+    number = USERS[user]
+    os.chown(work, number, number)
     told = Surroundings(set={"HOME": "/nonexistent", "TMPDIR": str(work)}, unset=["USER", "LOGNAME"])
-    works(told, work, [site], user=NOBODY, group=NOBODY, extra_groups=[])
+    works(told, work, [site], user=number, group=number, extra_groups=[])
     assert not list(site.rglob("__pycache__"))
 
 
