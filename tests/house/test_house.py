@@ -95,8 +95,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"limits", "virtual_time"},
     ],
     ("testing", "_ranks"): [
-        {"happened", "imports", "injection", "orders", "process", "record", "swaps", "torch_internals", "witnesses"},
-        {"turns"},
+        {"happened", "imports", "injection", "orders", "part", "record", "swaps", "torch_internals", "witnesses"},
+        {"process", "turns"},
         {"lines", "moments", "tensors"},
         {"names", "refusals"},
         {"exchanges"},

@@ -19,6 +19,7 @@ groups           the process group
 alone            a program without ranks is the only rank
 profilers        one rank at a time may have torch's profiler
 imports          what modules say of loggers and warnings while they are imported
+part             a part of what a process has once
 process          what Python keeps once for a process
 belongings       what each rank has for itself, as a process has
 signals          each rank has handlers of signals

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import pickle
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 import torch
 
+from torchstrategy.testing._ranks import process
 from torchstrategy.testing._ranks.imports import Imports
-from torchstrategy.testing._ranks.process import PythonState
+from torchstrategy.testing._ranks.part import Part, never_same
 from torchstrategy.testing._ranks.torch_internals import (
     forget_fake_results,
     put_module_hooks,
@@ -25,59 +27,87 @@ from torchstrategy.testing._ranks.torch_internals import (
 from torchstrategy.testing._simulation.generators import default_generators
 
 
+def _are_same_states(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    # Without an operator: a mode of the program would see it.
+    return all(one.numpy().tobytes() == other.numpy().tobytes() for one, other in zip(some, others, strict=True))
+
+
+def _put_random_numbers(states: Sequence[torch.Tensor]) -> None:
+    of_the_cpu, *of_devices = states
+    torch.set_rng_state(of_the_cpu)
+    for generator, state in zip(default_generators(), of_devices, strict=True):
+        generator.set_state(state)
+
+
+def _take_random_numbers_of_numpy() -> bytes:
+    return pickle.dumps(np.random.get_state(legacy=False))  # as bytes, since arrays are not compared as a whole
+
+
+def _put_random_numbers_of_numpy(state: bytes) -> None:
+    np.random.set_state(pickle.loads(state))
+
+
+def _put_script(module: Any) -> None:
+    sys.modules["__main__"] = module  # a script is a module of its own in each rank, and pickle looks there
+
+
+_PARTS = [
+    Part(
+        lambda: [torch.get_rng_state(), *(generator.get_state() for generator in default_generators())],
+        _put_random_numbers,
+        _are_same_states,
+    ),
+    Part(random.getstate, random.setstate),
+    Part(_take_random_numbers_of_numpy, _put_random_numbers_of_numpy),
+    Part(lambda: sys.modules["__main__"], _put_script),
+    Part(take_variables, put_variables, never_same, lambda values: variables_of_a_new_process()),
+    Part(take_module_hooks, put_module_hooks, never_same),
+    Part(take_settings, put_settings),
+    *process.PARTS,
+]
+_ENVIRONMENT = _PARTS.index(process.ENVIRONMENT)
+
+
 @final
 class Belongings:
-    """What Python has for one process, its environment, random numbers, script, hooks, groups and settings.
+    """What Python and torch have for one process: environment, random numbers, script, hooks, groups, settings, folder.
 
     Args:
         imports: What modules say while they are imported in the run.
-        environment: Variables that it has, besides those of this process.
     """
 
-    def __init__(self, imports: Imports, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, imports: Imports) -> None:
         self._imports = imports
-        self._take()
-        if environment is not None:
-            self._python_state = PythonState(is_new=True)
-            self._environment |= environment
-            self._variables = variables_of_a_new_process()
+        self.take_off()
 
-    def put_on(self) -> None:
+    def begin_process(self, environment: dict[str, str]) -> Belongings:
+        """What a process has that this one begins.
+
+        Args:
+            environment: Variables that it has, besides those of this process.
+        """
+        new = Belongings.__new__(Belongings)
+        new._imports, new._seen = self._imports, self._seen
+        new._values = [part.begin(value) for part, value in zip(_PARTS, self._values, strict=True)]
+        new._values[_ENVIRONMENT] = process.add_to_environment(new._values[_ENVIRONMENT], environment)
+        return new
+
+    def put_on(self, over: Belongings | None = None) -> None:
         """Makes them those of this process.
+
+        Args:
+            over: What this process has now, if that is known: what is the same there is left as it is.
 
         Raises:
             FileNotFoundError: If the working folder is no longer there.
         """
-        for name in os.environ.keys() - self._environment.keys():
-            del os.environ[name]
-        for name, value in self._environment.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
-        torch.set_rng_state(self._torch)
-        for generator, state in zip(default_generators(), self._devices, strict=True):
-            generator.set_state(state)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        sys.modules["__main__"] = self._main  # a script is a module of its own in each rank, and pickle looks there
-        put_variables(self._variables)
-        put_module_hooks(self._hooks)
-        put_settings(self._settings)
+        there = [part.take() for part in _PARTS] if over is None else over._values
         forget_fake_results()
-        self._python_state.put_on()
+        for part, mine, other in zip(_PARTS, self._values, there, strict=True):
+            if not part.is_same(mine, other):
+                part.put(mine)
         self._imports.repeat(self._seen)
 
     def take_off(self) -> None:
         """Keeps what this process has now."""
-        self._take()
-
-    def _take(self) -> None:
-        self._python_state, self._seen = PythonState(), len(self._imports)
-        self._environment = dict(os.environ)
-        self._torch = torch.get_rng_state()
-        self._devices = [generator.get_state() for generator in default_generators()]
-        self._python = random.getstate()
-        self._numpy: Any = np.random.get_state()
-        self._main = sys.modules["__main__"]
-        self._variables = take_variables()
-        self._hooks = take_module_hooks()
-        self._settings = take_settings()
+        self._values, self._seen = [part.take() for part in _PARTS], len(self._imports)

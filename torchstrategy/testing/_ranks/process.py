@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import gc
 import logging
-import operator
 import os
 import sys
 import threading
 import warnings
-from typing import Any, NamedTuple, final
+from collections.abc import Sequence
+from typing import Any
+
+from torchstrategy.testing._ranks.part import Part, are_same_objects
 
 # Attributes of modules. Where this version of Python lacks one, nothing is kept.
 _NAMES: list[tuple[Any, str]] = [
@@ -25,95 +27,109 @@ _NAMES = [(owner, name) for owner, name in _NAMES if hasattr(owner, name)]
 _LISTS = ("argv", "filters")  # programs write into them
 
 
-class _Logger(NamedTuple):
-    """What programs set on a logger."""
-
-    level: int
-    propagate: bool
-    disabled: bool
-    handlers: tuple[logging.Handler, ...]
-    filters: tuple[Any, ...]
-
-
-_NEW = _Logger(logging.NOTSET, True, False, (), ())
-
-
-def put_back_builtins(names: dict[str, Any]) -> None:
-    """Makes the built-in names those that `take_builtins` returned."""
-    now = vars(builtins)
-    if len(now) == len(names) and all(map(operator.is_, now.values(), names.values())):
-        return
-    for name in now.keys() - names.keys():
-        del now[name]
-    now.update(names)
-
-
 def take_builtins() -> dict[str, Any]:
     """The built-in names, each with what it is now."""
     return dict(vars(builtins))
 
 
-@final
-class PythonState:
-    """What Python has for a process now. It is taken when this is made.
-
-    Args:
-        is_new: Whether it is for another process, that is to have lists of its own.
-    """
-
-    def __init__(self, is_new: bool = False) -> None:
-        self._builtins = take_builtins()
-        self._values = [getattr(owner, name) for owner, name in _NAMES]
-        if is_new:
-            self._values = [
-                list(value) if name in _LISTS else value for (_, name), value in zip(_NAMES, self._values, strict=True)
-            ]
-        self._loggers = {logger: _state_of(logger) for logger in _loggers()}
-        self._disabled = logging.root.manager.disable
-        self._collects = gc.isenabled()
-        self._folder = _folder()
-
-    def put_on(self) -> None:
-        """Makes it that of this process.
-
-        Raises:
-            FileNotFoundError: If the working folder is no longer there.
-        """
-        put_back_builtins(self._builtins)
-        for (owner, name), value in zip(_NAMES, self._values, strict=True):
-            setattr(owner, name, value)
-        for logger in _loggers():
-            _put_on(logger, self._loggers.get(logger, _NEW))  # a logger that another rank has made is new here
-        if logging.root.manager.disable != self._disabled:
-            logging.disable(self._disabled)
-        if self._collects:
-            gc.enable()
-        else:
-            gc.disable()
-        if self._folder is not None and _folder() != self._folder:
-            os.chdir(self._folder)
+def put_back_builtins(names: dict[str, Any]) -> None:
+    """Makes the built-in names those that `take_builtins` returned."""
+    now = vars(builtins)
+    for name in now.keys() - names.keys():
+        del now[name]
+    now.update(names)
 
 
-def _folder() -> str | None:
+def _have_the_same_objects(some: dict[str, Any], others: dict[str, Any]) -> bool:
+    return some.keys() == others.keys() and all(others[name] is value for name, value in some.items())
+
+
+def _take_names() -> list[Any]:
+    return [getattr(owner, name) for owner, name in _NAMES]
+
+
+def _put_names(values: Sequence[Any]) -> None:
+    for (owner, name), value in zip(_NAMES, values, strict=True):
+        setattr(owner, name, value)
+
+
+def _begin_names(values: Sequence[Any]) -> list[Any]:
+    return [list(value) if name in _LISTS else value for (_, name), value in zip(_NAMES, values, strict=True)]
+
+
+# What programs set on a logger: level, `propagate`, `disabled`, handlers, filters. A process has hundreds of loggers.
+_Logger = tuple[int, bool, bool, tuple[logging.Handler, ...], tuple[Any, ...]]
+_NEW: _Logger = (logging.NOTSET, True, False, (), ())
+
+
+def _take_loggers() -> dict[logging.Logger, _Logger]:
+    others = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    return {
+        one: (one.level, one.propagate, one.disabled, tuple(one.handlers), tuple(one.filters))
+        for one in (logging.root, *others)
+    }
+
+
+def _put_loggers(loggers: dict[logging.Logger, _Logger]) -> None:
+    for logger, now in _take_loggers().items():
+        wanted = loggers.get(logger, _NEW)  # a logger that another rank has made is new here
+        if now == wanted:
+            continue
+        level, logger.propagate, logger.disabled, handlers, filters = wanted
+        if logger.level != level:
+            logger.setLevel(level)
+        logger.handlers[:], logger.filters[:] = handlers, filters
+
+
+def _put_collector(is_on: bool) -> None:
+    if is_on:
+        gc.enable()
+    else:
+        gc.disable()
+
+
+def _take_folder() -> str | None:
     try:
         return os.getcwd()
     except FileNotFoundError:  # somebody has deleted it
         return None
 
 
-def _loggers() -> list[logging.Logger]:
-    others = logging.root.manager.loggerDict.values()
-    return [logging.root, *(logger for logger in others if isinstance(logger, logging.Logger))]
+def _put_folder(folder: str | None) -> None:
+    if folder is not None:
+        os.chdir(folder)
 
 
-def _state_of(logger: logging.Logger) -> _Logger:
-    return _Logger(logger.level, logger.propagate, logger.disabled, tuple(logger.handlers), tuple(logger.filters))
+def _take_environment() -> dict[Any, Any]:
+    # In the form in which Python keeps it, which need not be decoded to be compared.
+    return dict(_environment._data)
 
 
-def _put_on(logger: logging.Logger, state: _Logger) -> None:
-    if _state_of(logger) == state:
-        return
-    if logger.level != state.level:
-        logger.setLevel(state.level)
-    logger.propagate, logger.disabled = state.propagate, state.disabled
-    logger.handlers[:], logger.filters[:] = state.handlers, state.filters
+def _put_environment(content: dict[Any, Any]) -> None:
+    now = _take_environment()
+    for name in now.keys() - content.keys():
+        del os.environ[_environment.decodekey(name)]
+    for name, value in content.items():
+        if now.get(name) != value:
+            os.environ[_environment.decodekey(name)] = _environment.decodevalue(value)
+
+
+_environment: Any = os.environ
+
+
+def add_to_environment(content: dict[Any, Any], variables: dict[str, str]) -> dict[Any, Any]:
+    """What the part of the environment has if variables are added to it."""
+    added = {_environment.encodekey(name): _environment.encodevalue(value) for name, value in variables.items()}
+    return content | added
+
+
+ENVIRONMENT = Part(_take_environment, _put_environment)
+PARTS = [
+    ENVIRONMENT,
+    Part(take_builtins, put_back_builtins, _have_the_same_objects),
+    Part(_take_names, _put_names, are_same_objects, _begin_names),
+    Part(_take_loggers, _put_loggers),
+    Part(lambda: logging.root.manager.disable, logging.disable),
+    Part(gc.isenabled, _put_collector),
+    Part(_take_folder, _put_folder),
+]

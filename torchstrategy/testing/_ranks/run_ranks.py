@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy._base.errors import add_note, described
+from torchstrategy._base.torch_internals import unseen_by_function_modes
 from torchstrategy._base.worker_threads import worker_here
 from torchstrategy.testing._ranks.belongings import Belongings
 from torchstrategy.testing._ranks.faults import Visits
@@ -133,7 +134,9 @@ class _Run:
         # torch's C++ does not keep a store of Python alive.
         self._stores = [RankStore(self.world, rank) for rank in range(n)]
         self._imports, self._profiler = Imports(), OneProfiler()
-        self._belongings = [Belongings(self._imports, _environment(rank, n)) for rank in range(n)]
+        self._mine = Belongings(self._imports)
+        self._belongings = [self._mine.begin_process(_environment(rank, n)) for rank in range(n)]
+        self._taken_off: Belongings | None = None  # what the process still has, between the turns of two ranks
         self._marks = [next(_marks) for _ in range(n)]  # of the device meshes of each rank
         self._gone: set[int] = set()
         self._one_gone = threading.Semaphore(0)
@@ -142,7 +145,6 @@ class _Run:
 
     def go(self) -> None:
         """Runs all ranks to their ends, and raises what one of them raised."""
-        mine = Belongings(self._imports)
         threads = [threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(self._n)]
         isolate_threads(True)
         try:
@@ -168,7 +170,7 @@ class _Run:
                     thread.join()
             isolate_threads(False)
             ranks_end()
-            mine.put_on()
+            self._mine.put_on()
             forget_meshes()
         self._raise()
 
@@ -242,12 +244,14 @@ class _Run:
             add_note(error, "\n".join(["Others waited then, and could not go on:", *rows]))
 
     def _enter(self, rank: int) -> None:
-        with unwatched():
-            self._belongings[rank].put_on()
+        over, self._taken_off = self._taken_off, None
+        with unwatched(), unseen_by_function_modes():
+            self._belongings[rank].put_on(over)
 
     def _leave(self, rank: int) -> None:
-        with unwatched():
+        with unwatched(), unseen_by_function_modes():
             self._belongings[rank].take_off()
+        self._taken_off = self._belongings[rank]
 
     def _make_group(self, name: str, ranks: list[int]) -> dist.ProcessGroup:
         group: dist.ProcessGroup = RankGroup(
