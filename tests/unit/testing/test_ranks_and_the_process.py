@@ -102,6 +102,16 @@ def _set_dtype(rank: int) -> Callable[[], Any]:
     return lambda: int(torch.ones(1).dtype is torch.float64)
 
 
+def _set_threads(rank: int) -> Callable[[], Any]:
+    torch.set_num_threads(1 + rank)
+    return lambda: torch.get_num_threads() - 1
+
+
+def _set_how_tensors_are_shown(rank: int) -> Callable[[], Any]:
+    torch.set_printoptions(precision=2 + rank)
+    return lambda: len(str(torch.tensor([0.123456]))) - len("tensor([0.12])")
+
+
 def _set_anomalies(rank: int) -> Callable[[], Any]:
     torch.autograd.set_detect_anomaly(bool(rank), check_nan=not rank)
     return lambda: int(torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled())

@@ -208,8 +208,12 @@ def _older(ask: Callable[[], Any], put: Callable[[Any], Any]) -> _Setting:
     return ask_if_told, put_if_told
 
 
+_print_options: Any = torch._tensor_str.PRINT_OPTS
+
 _SETTINGS: list[_Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (lambda: dict(vars(_print_options)), lambda options: vars(_print_options).update(options)),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (_C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory),
     (torch.is_warn_always_enabled, torch.set_warn_always),
