@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchstrategy.testing._simulation.replacing import replacing
@@ -280,6 +282,8 @@ def groups_made_by(
         (torch.cuda.nccl, "version", lambda: _NCCL),
         (dist, "TCPStore", lambda *args, **options: store_of()),
         (dist, "FileStore", lambda *args, **options: store_of()),
+        (_DDP, "_get_ddp_logging_data", _name_the_backend(_DDP._get_ddp_logging_data)),
+        (Join, "notify_join_context", staticmethod(_keep_works(Join.notify_join_context))),
         (_GROUPS, "WORLD", property(_read_default_group, _GROUPS.WORLD.fset)),
     ]
     try:
@@ -288,6 +292,33 @@ def groups_made_by(
     finally:
         plugins: Any = dist.Backend._plugins
         del plugins[_BACKEND.upper()]  # it holds all of the run
+
+
+_DDP: Any = torch.nn.parallel.DistributedDataParallel
+
+
+def _name_the_backend(read: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """Makes a replacement for what reads the log of a `DistributedDataParallel`: C++ writes another backend there."""
+
+    def read_log(model: Any) -> dict[str, Any]:
+        return {**read(model), "backend_name": dist.get_backend(model.process_group)}
+
+    return read_log
+
+
+def _keep_works(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Makes a replacement for what tells the ranks in a `Join` that one goes on; it keeps the last collective of each.
+
+    `DistributedDataParallel` gives it to C++, which waits for it in the backward pass, and does not keep the object of
+    Python. Without that, C++ knows no way to wait for it, and stands still.
+    """
+    works: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def notify_and_keep(joinable: Any) -> Any:
+        works[joinable] = work = notify(joinable)
+        return work
+
+    return notify_and_keep
 
 
 _GROUPS: Any = c10d._WorldMeta  # the class of `group`, whose `WORLD` is the default group
