@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -210,6 +211,53 @@ def test_messages_may_cross_if_both_are_posted_first() -> None:
         return x.item()
 
     assert run_ranks(main, 2)[0] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("is_sent_first", [True, False])
+def test_a_batch_may_have_messages_of_a_rank_to_itself(is_sent_first: bool) -> None:
+    """Each end waited for another one, for ever."""
+
+    def main(rank: int) -> list[float]:
+        begin()
+        got = [torch.empty(1), torch.empty(1)]
+        sent = [dist.P2POp(dist.isend, torch.tensor([10.0 * rank + other]), other) for other in (0, 1)]
+        received = [dist.P2POp(dist.irecv, got[other], other) for other in (0, 1)]
+        for work in dist.batch_isend_irecv(sent + received if is_sent_first else received + sent):
+            work.wait()
+        return [x.item() for x in got]
+
+    results, record = run_ranks(main, 2)
+    assert results == [[0.0, 10.0], [1.0, 11.0]]
+    assert sorted(collective.ranks for collective in record.collectives) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_message_of_a_rank_to_itself_may_be_received_from_any() -> None:
+    def main(rank: int) -> float:
+        begin("mpi")
+        x = torch.empty(1)
+        work = dist.irecv(x)
+        dist.isend(torch.ones(1), 0)
+        work.wait()  # type: ignore[union-attr]
+        return x.item()
+
+    assert run_ranks(main, 1)[0] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("nccl", "rank 1 sends a message to itself, and NCCL takes both ends of such a message only together."),
+        ("gloo", "rank 1 sends a message to itself, and gloo has no connection of a rank to itself. Copy the tensor."),
+    ],
+)
+def test_a_message_of_a_rank_to_itself_is_refused_where_the_backend_refuses_it(backend: str, message: str) -> None:
+    def main(rank: int) -> None:
+        begin(backend)
+        if rank:
+            dist.isend(torch.ones(1), 1)
+
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        run_ranks(main, 2)
 
 
 def test_a_question_lets_others_run() -> None:

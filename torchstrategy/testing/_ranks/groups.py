@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from torchstrategy.testing._ranks.exchanges import Call, Part, Settle, Values
-from torchstrategy.testing._ranks.refusals import check_backend, check_gathered, check_scattered, check_split
+from torchstrategy.testing._ranks.refusals import (
+    check_backend,
+    check_gathered,
+    check_own_message,
+    check_scattered,
+    check_split,
+)
 from torchstrategy.testing._ranks.store import RankStore
 from torchstrategy.testing._ranks.tensors import name_of, reduced
 from torchstrategy.testing._ranks.torch_internals import after_backward, is_read_by_torch
@@ -304,6 +310,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Values, target: int, tag: int = 0) -> RankWork:
         self._check("send", tensors)
+        self._check_own("sends a message to itself", tensors, target)
         self._come_to("send")
         self._world.finish_before(self._me, self._key, tensors)
         detail = f"to rank {self._ranks[target]}{_tagged(tag)}"
@@ -311,6 +318,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return self._work(self._world.send(self._me, self._ranks[target], (self._key, tag), call), tensors, [])
 
     def recv(self, tensors: Values, source: int, tag: int = 0) -> RankWork:
+        self._check_own("receives a message from itself", tensors, source)
         return self._receive(tensors, self._ranks[source], tag, f"from rank {self._ranks[source]}")
 
     def recv_anysource(self, tensors: Values, tag: int = 0) -> RankWork:
@@ -345,6 +353,12 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> None:
         """Refuses what this rank alone can see to be wrong. Nothing is exchanged yet, so the group goes on to work."""
         check_backend(self._backends, kind, tensors, others, operation, is_coalesced)
+
+    def _check_own(self, what: str, tensors: Values, other: int) -> None:
+        """Refuses a message of this rank to itself, where the backend does not take it."""
+        if other == self.rank():
+            backend = self._backends.get(tensors[0].device.type, self.name())
+            check_own_message(f"rank {self._me} {what}", backend)
 
     def _come_to(self, kind: str) -> None:
         self._world.turns.pause(self._me)
