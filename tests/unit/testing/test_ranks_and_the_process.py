@@ -96,6 +96,12 @@ def _set_deterministic(rank: int) -> Callable[[], Any]:
     return lambda: int(torch.are_deterministic_algorithms_enabled())
 
 
+def _set_debug_level(rank: int) -> Callable[[], Any]:
+    names: Any = dist
+    names.set_debug_level(names.DebugLevel.INFO if rank else names.DebugLevel.OFF)
+    return lambda: int(names.get_debug_level() == names.DebugLevel.INFO)
+
+
 def _set_collector(rank: int) -> Callable[[], Any]:
     gc.disable() if rank else gc.enable()
     return lambda: int(not gc.isenabled())
@@ -123,7 +129,8 @@ def _seen() -> list[Any]:
     of_warnings = warnings.showwarning, warnings.filters, list(warnings.filters)
     loggers = {name: list(logging.getLogger(name).handlers) for name in ("of.a.rank", "root", "torch")}
     of_loggers = loggers, logging.getLogger("of.a.rank").level, logging.root.manager.disable
-    return [*names, *of_warnings, *of_loggers, os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)]
+    level = torch.distributed.get_debug_level()  # type: ignore[attr-defined]
+    return [*names, *of_warnings, *of_loggers, os.getcwd(), gc.isenabled(), level, signal.getsignal(signal.SIGTERM)]
 
 
 @pytest.mark.parametrize("put", SETS, ids=lambda put: put.__name__)

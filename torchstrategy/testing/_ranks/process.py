@@ -14,6 +14,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 import torch
+import torch.distributed as dist
+
+_dist: Any = dist  # type checkers do not know all of its names
 
 # Attributes of modules. Where this version of Python lacks one, nothing is kept.
 _NAMES: list[tuple[Any, str]] = [
@@ -32,6 +35,7 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 _SETTINGS: list[_Setting] = [
     (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_dist.get_debug_level, _dist.set_debug_level),
 ]
 
 
