@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -17,9 +18,17 @@ from torchstrategy.testing._ranks.tensors import bring, bytes_of, in_words, is_s
 from torchstrategy.testing._ranks.turns import Wait
 from torchstrategy.testing._simulation.listeners import Listener
 from torchstrategy.testing._simulation.program import unwatched
+from torchstrategy.testing._simulation.torch_internals import without_dispatch_modes
 
 Values = list[torch.Tensor]
 Settle = Callable[[list[Values]], list[Values]]
+
+
+@contextmanager
+def _not_the_programs() -> Iterator[None]:
+    """A block whose operators are not the program's: its `TorchDispatchMode` does not see them, nor who listens."""
+    with torch.no_grad(), unwatched(), without_dispatch_modes():
+        yield
 
 
 @final
@@ -57,7 +66,7 @@ class Call:
         self.size = sum(map(bytes_of, shown)) if size is None else size
         self.device = device_of(shown)  # not the tensors: what is given is not kept
         self.gets = list(gets)
-        with unwatched():
+        with _not_the_programs():
             self.given = [taken(tensor) for tensor in gives]
             for tensor in self.gets:
                 spoil(tensor)
@@ -129,7 +138,7 @@ class Exchange:
 
     def _settle(self) -> None:
         calls = [self.calls[rank] for rank in self.ranks]
-        with torch.no_grad(), unwatched():
+        with _not_the_programs():
             results = calls[0].settle([call.given for call in calls])
         for rank, call, values in zip(self.ranks, calls, results, strict=True):
             for tensor, value in zip(call.gets, values, strict=bool(call.gets)):
@@ -238,7 +247,7 @@ class Part(Wait):
             self.is_delivered = True
             self._check_untouched()
             self._exchange.calls[self._place].gets = []  # another rank may keep the exchange, and not these tensors
-            with torch.no_grad(), unwatched():
+            with _not_the_programs():
                 for tensor, value in zip(self._gets, self._exchange.results.pop(self._place), strict=False):
                     bring(value, tensor)
         return self._gets
@@ -269,7 +278,7 @@ class Part(Wait):
     def _check_untouched(self) -> None:
         if not self.has_to_be_waited_for:
             return
-        with torch.no_grad(), unwatched():
+        with _not_the_programs():
             is_untouched = all(is_spoiled(tensor) for tensor in self._gets)
         if not is_untouched:
             raise RuntimeError(
