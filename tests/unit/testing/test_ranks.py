@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchstrategy.testing import Collective, fail_in_rank, no_leaks, run_ranks
 
@@ -116,6 +117,18 @@ def test_a_program_may_say_how_its_ranks_meet(options: Callable[[int], dict[str,
         dist.barrier()
 
     assert run_ranks(main, 2)[1].counts == {"barrier": 2}
+
+
+@pytest.mark.parametrize("url", ["env://", "tcp://127.0.0.1:29500"])
+def test_a_program_may_meet_the_other_ranks_itself(url: str) -> None:
+    """Each rank waited in C++ for a connection to the first one, and let no other go on."""
+
+    def main(rank: int) -> list[Any]:
+        store, *found = next(iter(dist.rendezvous(url, rank, 2)))  # type: ignore[attr-defined]
+        store.set(f"from {rank}", str(rank))
+        return [*found, store.get(f"from {1 - rank}")]
+
+    assert run_ranks(main, 2)[0] == [[0, 2, b"1"], [1, 2, b"0"]]
 
 
 def test_another_rank_than_ones_own_is_refused() -> None:
@@ -271,6 +284,30 @@ def test_a_question_lets_others_run() -> None:
         return asked
 
     assert run_ranks(main, 3)[0] == [0, 0, 0]
+
+
+def test_a_dispatch_mode_of_the_program_does_not_see_how_ranks_exchange() -> None:
+    """It saw clones and copies, which the program did not call."""
+
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def main(rank: int) -> list[str]:
+        begin()
+        x = torch.ones(2)
+        with Seen() as seen:
+            dist.all_reduce(x)
+            dist.all_reduce(x, async_op=True).wait()  # type: ignore[union-attr]
+        assert x.tolist() == [4.0, 4.0]
+        return seen.names
+
+    assert run_ranks(main, 2)[0] == [[], []]
 
 
 def test_complex_and_half_precision_numbers() -> None:

@@ -280,8 +280,11 @@ def groups_made_by(
         (c10d, "_get_object_coll_device", _keep_objects_here(c10d._get_object_coll_device)),
         (c10d, "_get_default_timeout", lambda backend: _TIMEOUT),  # torch's warns where it has no NCCL
         (torch.cuda.nccl, "version", lambda: _NCCL),
-        (dist, "TCPStore", lambda *args, **options: store_of()),
-        (dist, "FileStore", lambda *args, **options: store_of()),
+        *[
+            (owner, name, lambda *args, **options: store_of())
+            for owner in (dist, _RENDEZVOUS)
+            for name in ("TCPStore", "FileStore")
+        ],
         (_DDP, "_get_ddp_logging_data", _name_the_backend(_DDP._get_ddp_logging_data)),
         (Join, "notify_join_context", staticmethod(_keep_works(Join.notify_join_context))),
         (_GROUPS, "WORLD", property(_read_default_group, _GROUPS.WORLD.fset)),
@@ -294,6 +297,7 @@ def groups_made_by(
         del plugins[_BACKEND.upper()]  # it holds all of the run
 
 
+_RENDEZVOUS: Any = sys.modules["torch.distributed.rendezvous"]  # `dist.rendezvous` is a function
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 
 
