@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchstrategy.testing import Collective, fail_in_rank, no_leaks, run_ranks
+from torchstrategy.testing import Collective, RanksStopped, fail_in_rank, no_leaks, run_ranks
 
 
 def begin(backend: str | None = "nccl", **options: Any) -> None:
@@ -209,6 +209,34 @@ def test_everything_to_everybody() -> None:
         assert listed.tolist() == ([2, 2] if rank == 0 else [4, 4])
 
     run_ranks(main, 2)
+
+
+def test_what_is_reduced_may_be_scattered_in_pieces_of_several_sizes() -> None:
+    def main(rank: int) -> list[float]:
+        begin()
+        mine = torch.empty(1 + rank)
+        dist.reduce_scatter(mine, [torch.full((1,), 1.0 + rank), torch.full((2,), 10.0 + rank)])
+        return mine.tolist()
+
+    results, record = run_ranks(main, 2)
+    assert results == [[3.0], [21.0, 21.0]]
+    assert record.collectives[0].sizes == "1 float32, 2 float32" and record.collectives[0].bytes == 12
+
+
+@pytest.mark.parametrize(
+    ("room", "pieces", "message"),
+    [
+        ([1, 1], [[1, 2], [1, 2]], "Rank 1 has room for 1 float32 in reduce_scatter"),
+        ([1, 2], [[1, 2], [2, 1]], "their sizes differ"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_refused(room: list[int], pieces: list[list[int]], message: str) -> None:
+    def main(rank: int) -> None:
+        begin()
+        dist.reduce_scatter(torch.empty(room[rank]), [torch.ones(size) for size in pieces[rank]])
+
+    with pytest.raises(RanksStopped, match=message):
+        run_ranks(main, 2)
 
 
 def test_messages_may_cross_if_both_are_posted_first() -> None:

@@ -212,23 +212,25 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
         pieces = [piece for pieces in inputs for piece in pieces]
         self._check("reduce_scatter", outputs, pieces, _operation(opts))
-        return self._reduce_scatter(outputs, pieces, opts)
+        # NCCL takes lists whose pieces differ in size: then the ranks' outputs do, and the lists have to be alike.
+        is_even = len({piece.shape for piece in pieces}) == 1
+        return self._reduce_scatter(outputs, pieces, opts, shown=outputs if is_even else pieces)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
         check_scattered(output, given, self.size())
         self._check("reduce_scatter", [output, given], operation=_operation(opts))
-        return self._reduce_scatter([output], self._pieces(given), opts)
+        return self._reduce_scatter([output], self._pieces(given), opts, shown=[output])
 
     def reduce_scatter_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
         self._check("reduce_scatter", [*outputs, *inputs], operation=_operation(opts), is_coalesced=True)
         for output, given in zip(outputs, inputs, strict=True):
             check_scattered(output, given, self.size())
-        return self._reduce_scatter(outputs, [piece for given in inputs for piece in self._pieces(given)], opts)
+        return self._reduce_scatter(outputs, [piece for given in inputs for piece in self._pieces(given)], opts, outputs)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(self, outputs: Values, pieces: Values, opts: Any) -> RankWork:
+    def _reduce_scatter(self, outputs: Values, pieces: Values, opts: Any, shown: Values) -> RankWork:
         operation, n = _operation(opts), len(self._ranks)
 
         def settle(given: list[Values]) -> list[Values]:
@@ -238,7 +240,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
             ]
 
         size = sum(piece.nbytes for piece in pieces)
-        return self._meet("reduce_scatter", outputs, pieces, outputs, settle, detail=name_of(operation), size=size)
+        return self._meet("reduce_scatter", shown, pieces, outputs, settle, detail=name_of(operation), size=size)
 
     def reduce(self, tensors: Values, opts: Any = None) -> RankWork:
         root, operation = _root(opts), _operation(opts)
