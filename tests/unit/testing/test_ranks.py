@@ -239,6 +239,22 @@ def test_pieces_that_do_not_fit_are_refused(room: list[int], pieces: list[list[i
         run_ranks(main, 2)
 
 
+def test_what_is_gathered_is_one_tensor_in_a_future_of_nccl() -> None:
+    """Hooks of `DistributedDataParallel` in torch rely on it."""
+
+    def main(rank: int, backend: str) -> list[Any]:
+        begin(backend)
+        mine = torch.tensor([1.0 + rank])
+        gathered = [[torch.empty(1), torch.empty(1)] for _ in range(2)]
+        works: list[Any] = [dist.all_gather(pieces, mine, async_op=True) for pieces in gathered]
+        values = [works[0].get_future().wait(), works[1].result()]
+        assert [[x.item() for x in pieces] for pieces in gathered] == [[1, 2], [1, 2]]
+        return [[x.tolist() for x in value] for value in values]
+
+    assert run_ranks(main, 2, args=["nccl"])[0] == [[[[[1.0], [2.0]]]] * 2] * 2
+    assert run_ranks(main, 2, args=["gloo"])[0] == [[[[1.0], [2.0]]] * 2] * 2
+
+
 def test_messages_may_cross_if_both_are_posted_first() -> None:
     def main(rank: int) -> float:
         begin()

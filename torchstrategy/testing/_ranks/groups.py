@@ -34,6 +34,7 @@ class RankWork(_Work):  # type: ignore[misc]
     def __init__(self, world: World, rank: int, part: Part) -> None:
         super().__init__()
         self._world, self._rank, self._part = world, rank, part
+        self.is_stacked = False  # whether its result is one tensor, in which those that the rank gets are the rows
 
     def wait(self, timeout: Any = None) -> bool:
         self._world.finish(self._rank, self._part)
@@ -56,15 +57,19 @@ class RankWork(_Work):  # type: ignore[misc]
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
-        return self._part.deliver()
+        return self._values()
 
     def get_future(self) -> Any:
         # C++ that waits for a future cannot hand over to another rank: so this waits, and the future is complete.
         # The C++ that asks in a backward pass, for gradients, waits at its end.
         self._world.finish(self._rank, self._part, is_early=after_backward(self._part.receive))
         future: Any = Future()
-        future.set_result(self._part.deliver())
+        future.set_result(self._values())
         return future
+
+    def _values(self) -> list[torch.Tensor]:
+        values = self._part.deliver()
+        return [torch.stack(values)] if self.is_stacked else values
 
     def _source_rank(self) -> int:
         return self._part.sender()
@@ -180,7 +185,9 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
         pieces = [piece for pieces in outputs for piece in pieces]
         self._check("all_gather", inputs, pieces)
-        return self._all_gather(inputs, pieces, same_sizes=False)
+        work = self._all_gather(inputs, pieces, same_sizes=False)
+        work.is_stacked = self.name() == "nccl" and len({piece.shape for piece in pieces}) == 1
+        return work
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
         self._check("all_gather", [given, output])
@@ -225,7 +232,9 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         self._check("reduce_scatter", [*outputs, *inputs], operation=_operation(opts), is_coalesced=True)
         for output, given in zip(outputs, inputs, strict=True):
             check_scattered(output, given, self.size())
-        return self._reduce_scatter(outputs, [piece for given in inputs for piece in self._pieces(given)], opts, outputs)
+        return self._reduce_scatter(
+            outputs, [piece for given in inputs for piece in self._pieces(given)], opts, outputs
+        )
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
