@@ -280,11 +280,7 @@ def groups_made_by(
         (c10d, "_get_object_coll_device", _keep_objects_here(c10d._get_object_coll_device)),
         (c10d, "_get_default_timeout", lambda backend: _TIMEOUT),  # torch's warns where it has no NCCL
         (torch.cuda.nccl, "version", lambda: _NCCL),
-        *[
-            (owner, name, lambda *args, **options: store_of())
-            for owner in (dist, _RENDEZVOUS)
-            for name in ("TCPStore", "FileStore")
-        ],
+        *[(owner, name, lambda *args, **options: store_of()) for owner, name in _STORES],
         (_DDP, "_get_ddp_logging_data", _name_the_backend(_DDP._get_ddp_logging_data)),
         (Join, "notify_join_context", staticmethod(_keep_works(Join.notify_join_context))),
         (_GROUPS, "WORLD", property(_read_default_group, _GROUPS.WORLD.fset)),
@@ -297,7 +293,12 @@ def groups_made_by(
         del plugins[_BACKEND.upper()]  # it holds all of the run
 
 
-_RENDEZVOUS: Any = sys.modules["torch.distributed.rendezvous"]  # `dist.rendezvous` is a function
+# What makes stores. `dist.rendezvous` is a function, and its module makes some, too.
+_STORES: list[tuple[Any, str]] = [
+    (module, name)
+    for module in (dist, sys.modules["torch.distributed.rendezvous"])
+    for name in ("TCPStore", "FileStore")
+]
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 
 
