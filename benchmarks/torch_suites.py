@@ -1,11 +1,14 @@
 """Runs torch's own tests of distributed code in ranks of one process, and counts how many pass.
 
-python benchmarks/torch_suites.py FOLDER [PATTERNS...] [--as-cuda] [--processes] [--json FILE]
+python benchmarks/torch_suites.py FOLDER [PATTERNS...] [--as-cuda] [--ranks N] [--processes] [--json FILE]
 
 FOLDER is `test/distributed` of a copy of PyTorch's repository. Nothing in it is changed. Each file runs in an
 interpreter of its own. torch's test classes start a process for each rank; here `run_ranks` calls the same function for
-each rank. `--as-cuda` runs what asks for GPUs, on four simulated devices. `--processes` runs the tests as they are, in
-processes that talk through gloo: what fails there, too, is no fault of the ranks.
+each rank. `--as-cuda` runs what asks for GPUs, on simulated devices: four, or as many as `--ranks` says.
+
+`--processes` runs the tests as they are, in processes that talk through gloo: what fails there, too, is no fault of the
+ranks. `--without-profilers` lets the tests of collectives check numbers alone: each rank opens torch's profiler there,
+and one process has one.
 
 It prints what failed, with the first line of the error, and a table by suite. FILE gets the result of each test.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -22,6 +26,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 import types
 import unittest
@@ -34,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
 SECONDS = 60  # of CPU time that a test may take
 SECONDS_OF_A_FILE = 1200
+TESTS = "torch.testing._internal.distributed.distributed_test"  # what `test_distributed_spawn.py` runs
 SUITES = {
     "functional collectives": ["test_functional_api.py", "test_c10d_functional_native.py"],
     "collectives and meshes": ["test_device_mesh.py", "test_c10d_object_collectives.py", "test_collective_utils.py"],
@@ -50,7 +57,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("patterns", nargs="*", help="parts of the names of files, all if there are none")
     parser.add_argument("--only", default="", help="tests whose names have this word in them")
-    parser.add_argument("--as-cuda", action="store_true", help="simulate four GPUs")
+    parser.add_argument("--as-cuda", action="store_true", help="simulate as many GPUs")
+    parser.add_argument(
+        "--ranks", type=int, default=RANKS, help="ranks of tests that do not say how many, and simulated GPUs"
+    )
+    parser.add_argument("--without-profilers", action="store_true", help="leave out torch's profiler")
     parser.add_argument("--processes", action="store_true", help="start processes, as torch's own runner does")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)  # what an interpreter of its own is to run
@@ -64,7 +75,7 @@ def main() -> None:
             name = str(file.relative_to(told.folder))
             if told.patterns and not any(pattern in name for pattern in told.patterns):
                 continue
-            results = results_of(file)
+            results = results_of(file, told)
             found = Counter(result["how"] for result in results)
             print(f"{name}: {', '.join(f'{n} {how}' for how, n in found.items())}", flush=True)
             for result in results:
@@ -81,7 +92,7 @@ def main() -> None:
         print(f"| {suite} | {ran} | {passed} | {ran - passed} | {skipped} |")
 
 
-def results_of(file: Path) -> list[dict[str, str]]:
+def results_of(file: Path, told: argparse.Namespace) -> list[dict[str, str]]:
     """What became of each test of a file, in an interpreter of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "results"
@@ -91,8 +102,8 @@ def results_of(file: Path) -> list[dict[str, str]]:
             "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", str(ROOT)), str(file.parent.resolve())]),
             "OMP_NUM_THREADS": "1",
             "TEMP_DIR": scratch,
-            "WORLD_SIZE": str(RANKS),
-            "BACKEND": "nccl" if "--as-cuda" in sys.argv else "gloo",
+            "WORLD_SIZE": str(told.ranks),
+            "BACKEND": "nccl" if told.as_cuda else "gloo",
             "RESULTS": str(out),
         }
         command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:]]
@@ -115,12 +126,14 @@ def run_file(told: argparse.Namespace) -> None:
             from torchstrategy.testing import simulate_devices
             from torchstrategy.testing._runner.deep_alias import deep_alias  # as `python -m torchstrategy.testing.run`
 
-            simulate_devices(RANKS)
+            simulate_devices(told.ranks)
             stack.enter_context(deep_alias())
         if told.processes:
             fork_processes()
         else:
             put_ranks()
+        if told.without_profilers:
+            leave_out_profilers()
         module = importlib.import_module(told.file.stem)
         with contextlib.redirect_stdout(io.StringIO()):
             for test in each_test(unittest.defaultTestLoader.loadTestsFromModule(module)):
@@ -142,11 +155,12 @@ class Results(unittest.TestResult):
 
     def startTest(self, test: unittest.TestCase) -> None:
         self._how, self._why, self._trace = "passed", "", ""
-        signal.signal(signal.SIGPROF, self._too_long)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.signal(signal.SIGUSR1, self._too_long)
+        self._is_over = threading.Event()
+        threading.Thread(target=self._watch, args=(self._is_over, time.process_time()), daemon=True).start()
 
     def stopTest(self, test: unittest.TestCase) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        self._is_over.set()
         result = {"test": test.id(), "how": self._how, "why": self._why, "trace": self._trace}
         with open(os.environ["RESULTS"], "a") as out:
             out.write(json.dumps(result) + "\n")
@@ -170,6 +184,13 @@ class Results(unittest.TestResult):
     def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
         self._how, self._why = "failed", "It passed, and torch expects it to fail."
 
+    def _watch(self, is_over: threading.Event, begin: float) -> None:
+        while not is_over.wait(0.5):
+            if time.process_time() - begin > SECONDS:
+                # A timer's signal may go to another thread, and then does not wake this one.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                return
+
     def _too_long(self, *_: Any) -> None:
         raise TimeoutError(f"not done after {SECONDS} seconds")
 
@@ -185,8 +206,23 @@ def fork_processes() -> None:
     MultiProcessTestCase._spawn_processes = spawn
 
 
+def leave_out_profilers() -> None:
+    """Lets the tests of collectives call them without torch's profiler."""
+
+    def call(test: Any, title: str, is_async: bool, first: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        second = kwargs.pop("secondary_op_call", None)
+        for name in ("expect_event", "profile_cuda", "tensor_shapes"):
+            kwargs.pop(name, None)
+        works = [first(*args, **kwargs), *([second()] if second else [])]
+        for work in works if is_async else []:
+            work.wait()
+
+    importlib.import_module(TESTS).DistributedTest._DistTestBase.call_dist_op = call
+
+
 def put_ranks() -> None:
     """Lets torch's test classes run their ranks by `run_ranks`."""
+    import torch
     import torch.distributed as dist
     from torch.testing._internal import common_distributed
     from torch.testing._internal.common_utils import set_rng_seed
@@ -206,6 +242,7 @@ def put_ranks() -> None:
             raise RuntimeError(f"a rank ended with status {end.code}") from end
 
     def join_or_run(self: Any, method: Callable[[], None]) -> Any:
+        @functools.wraps(method)
         def run(test: Any) -> None:
             if test.rank >= 0:
                 method()
@@ -227,6 +264,8 @@ def put_ranks() -> None:
     def run_of_thread(test: Any, name: str, rank: int, ranks: int) -> None:
         if hasattr(test, "_tls"):  # torch keeps tolerances for each thread
             test._tls.precision, test._tls.rel_tol = type(test)._precision, type(test)._rel_tol
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)  # where each of torch's threads begins, and some tests put all of their tensors
         dist.init_process_group("gloo")
         test.perThreadSetUp()
         try:
@@ -248,8 +287,15 @@ def put_ranks() -> None:
 
         return decorate if function is None else decorate(function)
 
-    barriers = importlib.import_module("torch.testing._internal.distributed.distributed_test").Barrier
-    barriers.sync = classmethod(lambda cls, *args, **kwargs: dist.barrier())  # torch's waits for a file of each rank
+    def sync(cls: type, wait_for: int | None = None, timeout: int = 10) -> None:
+        # torch's waits for a file of each process. As that one, this is no collective of a group.
+        store, rank = dist.TCPStore("localhost", 0), os.environ["RANK"]
+        number = store.add(f"barriers of rank {rank}", 1)
+        if store.add(f"barrier {number}", 1) == (wait_for or dist.get_world_size()):
+            store.set(f"end of barrier {number}", "")
+        store.wait([f"end of barrier {number}"])
+
+    importlib.import_module(TESTS).Barrier.sync = classmethod(sync)
     processes, threads = common_distributed.MultiProcessTestCase, common_distributed.MultiThreadedTestCase
     processes.join_or_run = threads.join_or_run = join_or_run
     processes._spawn_processes = processes._start_processes = threads._spawn_threads = lambda test: None

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ranked_programs import EVERYWHERE, RANKS, Place
@@ -18,6 +19,23 @@ from torchstrategy.testing import RankRecord, run_ranks
 @pytest.mark.parametrize("program", EVERYWHERE, ids=lambda program: program.__name__)
 def test_a_program_of_four_ranks_is_right(program: Callable[[Place], RankRecord]) -> None:
     program(lambda rank: torch.device("cpu"))
+
+
+def test_ranks_with_more_batches_divide_by_how_many_still_train() -> None:
+    """C++ waits for a collective there whose object of Python is gone: it waited for ever."""
+
+    def main(rank: int) -> list[float]:
+        dist.init_process_group("gloo")
+        model, grads = DistributedDataParallel(nn.Linear(1, 1, bias=False)), []
+        with model.join(divide_by_initial_world_size=False):
+            for _ in range(1 + rank):
+                model(torch.full((1, 1), 3.0)).sum().backward()
+                grads.append(model.module.weight.grad.item())
+                model.zero_grad()
+        return grads
+
+    assert run_ranks(main, 2)[0] == [[3.0], [3.0, 3.0]]
+    assert isinstance(vars(Join)["notify_join_context"], staticmethod)
 
 
 def test_a_hundred_runs_have_one_record() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchstrategy.testing import Collective, fail_in_rank, no_leaks, run_ranks
+from torchstrategy.testing import Collective, RanksStopped, fail_in_rank, no_leaks, run_ranks
 
 
 def begin(backend: str | None = "nccl", **options: Any) -> None:
@@ -117,6 +119,18 @@ def test_a_program_may_say_how_its_ranks_meet(options: Callable[[int], dict[str,
     assert run_ranks(main, 2)[1].counts == {"barrier": 2}
 
 
+@pytest.mark.parametrize("url", ["env://", "tcp://127.0.0.1:29500"])
+def test_a_program_may_meet_the_other_ranks_itself(url: str) -> None:
+    """Each rank waited in C++ for a connection to the first one, and let no other go on."""
+
+    def main(rank: int) -> list[Any]:
+        store, *found = next(iter(dist.rendezvous(url, rank, 2)))  # type: ignore[attr-defined]
+        store.set(f"from {rank}", str(rank))
+        return [*found, store.get(f"from {1 - rank}")]
+
+    assert run_ranks(main, 2)[0] == [[0, 2, b"1"], [1, 2, b"0"]]
+
+
 def test_another_rank_than_ones_own_is_refused() -> None:
     with pytest.raises(ValueError, match=r"init_process_group\(rank=0, world_size=2\) was called in rank 1 of 2"):
         run_ranks(lambda rank: begin("gloo", rank=0, world_size=2), 2)
@@ -197,6 +211,50 @@ def test_everything_to_everybody() -> None:
     run_ranks(main, 2)
 
 
+def test_what_is_reduced_may_be_scattered_in_pieces_of_several_sizes() -> None:
+    def main(rank: int) -> list[float]:
+        begin()
+        mine = torch.empty(1 + rank)
+        dist.reduce_scatter(mine, [torch.full((1,), 1.0 + rank), torch.full((2,), 10.0 + rank)])
+        return mine.tolist()
+
+    results, record = run_ranks(main, 2)
+    assert results == [[3.0], [21.0, 21.0]]
+    assert record.collectives[0].sizes == "1 float32, 2 float32" and record.collectives[0].bytes == 12
+
+
+@pytest.mark.parametrize(
+    ("room", "pieces", "message"),
+    [
+        ([1, 1], [[1, 2], [1, 2]], "Rank 1 has room for 1 float32 in reduce_scatter"),
+        ([1, 2], [[1, 2], [2, 1]], "their sizes differ"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_refused(room: list[int], pieces: list[list[int]], message: str) -> None:
+    def main(rank: int) -> None:
+        begin()
+        dist.reduce_scatter(torch.empty(room[rank]), [torch.ones(size) for size in pieces[rank]])
+
+    with pytest.raises(RanksStopped, match=message):
+        run_ranks(main, 2)
+
+
+def test_what_is_gathered_is_one_tensor_in_a_future_of_nccl() -> None:
+    """Hooks of `DistributedDataParallel` in torch rely on it."""
+
+    def main(rank: int, backend: str) -> list[Any]:
+        begin(backend)
+        mine = torch.tensor([1.0 + rank])
+        gathered = [[torch.empty(1), torch.empty(1)] for _ in range(2)]
+        works: list[Any] = [dist.all_gather(pieces, mine, async_op=True) for pieces in gathered]
+        values = [works[0].get_future().wait(), works[1].result()]
+        assert [[x.item() for x in pieces] for pieces in gathered] == [[1, 2], [1, 2]]
+        return [[x.tolist() for x in value] for value in values]
+
+    assert run_ranks(main, 2, args=["nccl"])[0] == [[[[[1.0], [2.0]]]] * 2] * 2
+    assert run_ranks(main, 2, args=["gloo"])[0] == [[[[1.0], [2.0]]] * 2] * 2
+
+
 def test_messages_may_cross_if_both_are_posted_first() -> None:
     def main(rank: int) -> float:
         begin()
@@ -212,6 +270,53 @@ def test_messages_may_cross_if_both_are_posted_first() -> None:
     assert run_ranks(main, 2)[0] == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("is_sent_first", [True, False])
+def test_a_batch_may_have_messages_of_a_rank_to_itself(is_sent_first: bool) -> None:
+    """Each end waited for another one, for ever."""
+
+    def main(rank: int) -> list[float]:
+        begin()
+        got = [torch.empty(1), torch.empty(1)]
+        sent = [dist.P2POp(dist.isend, torch.tensor([10.0 * rank + other]), other) for other in (0, 1)]
+        received = [dist.P2POp(dist.irecv, got[other], other) for other in (0, 1)]
+        for work in dist.batch_isend_irecv(sent + received if is_sent_first else received + sent):
+            work.wait()
+        return [x.item() for x in got]
+
+    results, record = run_ranks(main, 2)
+    assert results == [[0.0, 10.0], [1.0, 11.0]]
+    assert sorted(collective.ranks for collective in record.collectives) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_message_of_a_rank_to_itself_may_be_received_from_any() -> None:
+    def main(rank: int) -> float:
+        begin("mpi")
+        x = torch.empty(1)
+        work = dist.irecv(x)
+        dist.isend(torch.ones(1), 0)
+        work.wait()  # type: ignore[union-attr]
+        return x.item()
+
+    assert run_ranks(main, 1)[0] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("nccl", "rank 1 sends a message to itself, and NCCL takes both ends of such a message only together."),
+        ("gloo", "rank 1 sends a message to itself, and gloo has no connection of a rank to itself. Copy the tensor."),
+    ],
+)
+def test_a_message_of_a_rank_to_itself_is_refused_where_the_backend_refuses_it(backend: str, message: str) -> None:
+    def main(rank: int) -> None:
+        begin(backend)
+        if rank:
+            dist.isend(torch.ones(1), 1)
+
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        run_ranks(main, 2)
+
+
 def test_a_question_lets_others_run() -> None:
     def main(rank: int) -> int:
         begin()
@@ -223,6 +328,30 @@ def test_a_question_lets_others_run() -> None:
         return asked
 
     assert run_ranks(main, 3)[0] == [0, 0, 0]
+
+
+def test_a_dispatch_mode_of_the_program_does_not_see_how_ranks_exchange() -> None:
+    """It saw clones and copies, which the program did not call."""
+
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def main(rank: int) -> list[str]:
+        begin()
+        x = torch.ones(2)
+        with Seen() as seen:
+            dist.all_reduce(x)
+            dist.all_reduce(x, async_op=True).wait()  # type: ignore[union-attr]
+        assert x.tolist() == [4.0, 4.0]
+        return seen.names
+
+    assert run_ranks(main, 2)[0] == [[], []]
 
 
 def test_complex_and_half_precision_numbers() -> None:

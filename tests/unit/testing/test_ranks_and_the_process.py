@@ -144,6 +144,12 @@ def _set_attention(rank: int) -> Callable[[], Any]:
     return lambda: int(not torch.backends.cuda.flash_sdp_enabled())
 
 
+def _set_debug_level(rank: int) -> Callable[[], Any]:
+    names: Any = dist
+    names.set_debug_level(names.DebugLevel.INFO if rank else names.DebugLevel.OFF)
+    return lambda: int(names.get_debug_level() == names.DebugLevel.INFO)
+
+
 def _set_collector(rank: int) -> Callable[[], Any]:
     gc.disable() if rank else gc.enable()
     return lambda: int(not gc.isenabled())

@@ -54,6 +54,17 @@ def test_the_variables_of_torch_distributed_are_those_that_a_group_writes() -> N
     assert internals.take_variables() == before
 
 
+def test_the_log_of_a_wrapped_model_names_the_backend_of_the_program() -> None:
+    """It named the one of torchstrategy."""
+
+    def main(rank: int) -> str:
+        dist.init_process_group("gloo")
+        model: Any = DistributedDataParallel(nn.Linear(2, 1))
+        return str(model._get_ddp_logging_data()["backend_name"])
+
+    assert run_ranks(main, 2)[0] == ["gloo", "gloo"]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch deprecates the functions
 def test_a_module_that_a_rank_imports_keeps_no_group_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of `torch.distributed.nn` have the default group as a default: all ranks got that of the first."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -17,9 +18,17 @@ from torchstrategy.testing._ranks.tensors import bring, bytes_of, in_words, is_s
 from torchstrategy.testing._ranks.turns import Wait
 from torchstrategy.testing._simulation.listeners import Listener
 from torchstrategy.testing._simulation.program import unwatched
+from torchstrategy.testing._simulation.torch_internals import without_dispatch_modes
 
 Values = list[torch.Tensor]
 Settle = Callable[[list[Values]], list[Values]]
+
+
+@contextmanager
+def _not_the_programs() -> Iterator[None]:
+    """A block whose operators are not the program's: its `TorchDispatchMode` does not see them, nor who listens."""
+    with torch.no_grad(), unwatched(), without_dispatch_modes():
+        yield
 
 
 @final
@@ -57,7 +66,7 @@ class Call:
         self.size = sum(map(bytes_of, shown)) if size is None else size
         self.device = device_of(shown)  # not the tensors: what is given is not kept
         self.gets = list(gets)
-        with unwatched():
+        with _not_the_programs():
             self.given = [taken(tensor) for tensor in gives]
             for tensor in self.gets:
                 spoil(tensor)
@@ -79,7 +88,7 @@ class Exchange:
     """The calls of all ranks that belong together.
 
     Args:
-        ranks: Who has to come, as ranks of the whole run.
+        ranks: Who has to come, as ranks of the whole run. The sender of a message is as `place_of_sender` says.
         name: How messages name it after its kind: `#3`, or `#3 in group 1 (ranks 0, 2)`.
     """
 
@@ -110,11 +119,11 @@ class Exchange:
         """What the record keeps of it."""
         first = self.calls[self.ranks[0]]
         lines = tuple(self.lines[rank] for rank in self.ranks)
-        return Collective(first.kind, self.ranks, first.detail, first.sizes, first.size, lines)
+        return Collective(first.kind, tuple(map(rank_at, self.ranks)), first.detail, first.sizes, first.size, lines)
 
     def missing(self) -> list[int]:
         """The ranks that have not come."""
-        return [rank for rank in self.ranks if rank not in self.calls]
+        return [rank_at(rank) for rank in self.ranks if rank not in self.calls]
 
     def at(self, rank: int) -> str:
         """What a rank has called, and where: `all_reduce #3 of 4 float32, sum (train.py:31)`."""
@@ -129,21 +138,34 @@ class Exchange:
 
     def _settle(self) -> None:
         calls = [self.calls[rank] for rank in self.ranks]
-        with torch.no_grad(), unwatched():
+        with _not_the_programs():
             results = calls[0].settle([call.given for call in calls])
         for rank, call, values in zip(self.ranks, calls, results, strict=True):
             for tensor, value in zip(call.gets, values, strict=bool(call.gets)):
                 if tensor.numel() != value.numel() or tensor.dtype != value.dtype:
                     raise UnlikeCalls(
-                        f"Rank {rank} has room for {in_words([tensor])} in {self.at(rank)}, and {in_words([value])} "
-                        f"are sent to it:\n{self._all_calls()}"
+                        f"Rank {rank_at(rank)} has room for {in_words([tensor])} in {self.at(rank)}, and "
+                        f"{in_words([value])} are sent to it:\n{self._all_calls()}"
                     )
             call.given = []
         self.results = dict(zip(self.ranks, results, strict=True))
         self.ends = met(calls[0].kind, calls[0].size, [self.moments[rank] for rank in self.ranks])
 
     def _all_calls(self) -> str:
-        return "\n".join(f"  rank {rank}: {self.at(rank)}" for rank in self.ranks)
+        return "\n".join(f"  rank {rank_at(rank)}: {self.at(rank)}" for rank in self.ranks)
+
+
+def place_of_sender(rank: int, target: int) -> int:
+    """What an exchange calls the sender of a message: the rank, or `~rank` if it sends to itself, as it is there twice.
+
+    The receiver is `rank` then.
+    """
+    return ~rank if rank == target else rank
+
+
+def rank_at(place: int) -> int:
+    """The rank that an exchange calls so."""
+    return max(place, ~place)
 
 
 class UnlikeCalls(Exception):
@@ -159,10 +181,10 @@ def _compare(exchange: Exchange, theirs: tuple[int, Call, str], ours: tuple[int,
         return
     term = differing[0]
     raise UnlikeCalls(
-        f"Ranks {other} and {rank} have called what does not fit together; their {term} differ"
+        f"Ranks {rank_at(other)} and {rank_at(rank)} have called what does not fit together; their {term} differ"
         f"{'' if term.endswith('s') else 's'}:\n"
-        f"  rank {other}: {_at(exchange, their_call, their_line)}\n"
-        f"  rank {rank}: {_at(exchange, call, line)}\n{_ADVICE[term]}"
+        f"  rank {rank_at(other)}: {_at(exchange, their_call, their_line)}\n"
+        f"  rank {rank_at(rank)}: {_at(exchange, call, line)}\n{_ADVICE[term]}"
     )
 
 
@@ -181,15 +203,20 @@ def _at(exchange: Exchange, call: Call, line: str) -> str:
 
 @final
 class Part(Wait):
-    """The part of one rank in an exchange: what it waits for."""
+    """The part of one rank in an exchange: what it waits for.
 
-    def __init__(self, exchange: Exchange, rank: int) -> None:
-        self._exchange, self._rank = exchange, rank
-        self._gets = exchange.calls[rank].gets
-        self._group = exchange.calls[rank].group
+    Args:
+        exchange: What it takes part in.
+        place: What the exchange calls the rank.
+    """
+
+    def __init__(self, exchange: Exchange, place: int) -> None:
+        self._exchange, self._place, self._rank = exchange, place, rank_at(place)
+        self._gets = exchange.calls[place].gets
+        self._group = exchange.calls[place].group
         # torch knows what it does: `Join` never waits for some of its collectives.
         self.is_the_programs = not is_called_by_torch()
-        self.has_to_be_waited_for = bool(exchange.calls[rank].gets) and self.is_the_programs
+        self.has_to_be_waited_for = bool(exchange.calls[place].gets) and self.is_the_programs
         self.is_delivered = False
         self._is_received = False
         self.idle_questions = 0  # how often the rank has asked for it, and nobody else could go on
@@ -208,7 +235,7 @@ class Part(Wait):
         """Says to those who listen that the rank waits for what it gets, once."""
         if not self._is_received:
             self._is_received = True
-            self._exchange.moments[self._rank].received(self._exchange.ends)
+            self._exchange.moments[self._place].received(self._exchange.ends)
 
     def deliver(self) -> list[torch.Tensor]:
         """Writes what the rank gets on its tensors, once, and returns them.
@@ -219,29 +246,29 @@ class Part(Wait):
         if not self.is_delivered and self._exchange.results is not None:
             self.is_delivered = True
             self._check_untouched()
-            self._exchange.calls[self._rank].gets = []  # another rank may keep the exchange, and not these tensors
-            with torch.no_grad(), unwatched():
-                for tensor, value in zip(self._gets, self._exchange.results.pop(self._rank), strict=False):
+            self._exchange.calls[self._place].gets = []  # another rank may keep the exchange, and not these tensors
+            with _not_the_programs():
+                for tensor, value in zip(self._gets, self._exchange.results.pop(self._place), strict=False):
                     bring(value, tensor)
         return self._gets
 
     def hear(self, happened: Happened) -> None:
         """The rank has waited: from here on it knows what the others did before they called."""
-        if self._rank not in self._exchange.heard:
+        if self._place not in self._exchange.heard:
             for clock in self._exchange.clocks.values():
                 happened.hears(self._rank, clock)
-            self._exchange.heard[self._rank] = happened.now(self._rank)
+            self._exchange.heard[self._place] = happened.now(self._rank)
 
     def is_known_to_be_read(self, happened: Happened) -> bool:
         """Whether the rank knows, from what came later, that all others have what it gave."""
         heard = self._exchange.heard
-        others = [rank for rank in self._exchange.ranks if rank != self._rank]
+        others = [rank for rank in self._exchange.ranks if rank != self._place]
         return all(rank in heard and happened.knows(self._rank, heard[rank]) for rank in others)
 
     @property
     def queue(self) -> Hashable:
         """The same for what is done one after the other, as the collectives of a group are, and messages of a pair."""
-        call = self._exchange.calls[self._rank]
+        call = self._exchange.calls[self._place]
         return call.group, frozenset(self._exchange.ranks) if call.kind in ("send", "recv") else None
 
     def writes_on(self, group: Hashable, tensors: Sequence[torch.Tensor]) -> bool:
@@ -251,7 +278,7 @@ class Part(Wait):
     def _check_untouched(self) -> None:
         if not self.has_to_be_waited_for:
             return
-        with torch.no_grad(), unwatched():
+        with _not_the_programs():
             is_untouched = all(is_spoiled(tensor) for tensor in self._gets)
         if not is_untouched:
             raise RuntimeError(
@@ -262,7 +289,7 @@ class Part(Wait):
 
     def sender(self) -> int:
         """The rank that sent a message."""
-        return self._exchange.ranks[0]
+        return rank_at(self._exchange.ranks[0])
 
     def __str__(self) -> str:
-        return self._exchange.at(self._rank)
+        return self._exchange.at(self._place)

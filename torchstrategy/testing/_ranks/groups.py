@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from torchstrategy.testing._ranks.exchanges import Call, Part, Settle, Values
-from torchstrategy.testing._ranks.refusals import check_backend, check_gathered, check_scattered, check_split
+from torchstrategy.testing._ranks.refusals import (
+    check_backend,
+    check_gathered,
+    check_own_message,
+    check_scattered,
+    check_split,
+)
 from torchstrategy.testing._ranks.store import RankStore
 from torchstrategy.testing._ranks.tensors import name_of, reduced
 from torchstrategy.testing._ranks.torch_internals import after_backward, is_read_by_torch
@@ -28,6 +34,7 @@ class RankWork(_Work):  # type: ignore[misc]
     def __init__(self, world: World, rank: int, part: Part) -> None:
         super().__init__()
         self._world, self._rank, self._part = world, rank, part
+        self.is_stacked = False  # whether its result is one tensor, in which those that the rank gets are the rows
 
     def wait(self, timeout: Any = None) -> bool:
         self._world.finish(self._rank, self._part)
@@ -50,15 +57,19 @@ class RankWork(_Work):  # type: ignore[misc]
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
-        return self._part.deliver()
+        return self._values()
 
     def get_future(self) -> Any:
         # C++ that waits for a future cannot hand over to another rank: so this waits, and the future is complete.
         # The C++ that asks in a backward pass, for gradients, waits at its end.
         self._world.finish(self._rank, self._part, is_early=after_backward(self._part.receive))
         future: Any = Future()
-        future.set_result(self._part.deliver())
+        future.set_result(self._values())
         return future
+
+    def _values(self) -> list[torch.Tensor]:
+        values = self._part.deliver()
+        return [torch.stack(values)] if self.is_stacked else values
 
     def _source_rank(self) -> int:
         return self._part.sender()
@@ -174,7 +185,9 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
         pieces = [piece for pieces in outputs for piece in pieces]
         self._check("all_gather", inputs, pieces)
-        return self._all_gather(inputs, pieces, same_sizes=False)
+        work = self._all_gather(inputs, pieces, same_sizes=False)
+        work.is_stacked = self.name() == "nccl" and len({piece.shape for piece in pieces}) == 1
+        return work
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
         self._check("all_gather", [given, output])
@@ -206,23 +219,27 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
         pieces = [piece for pieces in inputs for piece in pieces]
         self._check("reduce_scatter", outputs, pieces, _operation(opts))
-        return self._reduce_scatter(outputs, pieces, opts)
+        # NCCL takes lists whose pieces differ in size: then the ranks' outputs do, and the lists have to be alike.
+        is_even = len({piece.shape for piece in pieces}) == 1
+        return self._reduce_scatter(outputs, pieces, opts, shown=outputs if is_even else pieces)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
         check_scattered(output, given, self.size())
         self._check("reduce_scatter", [output, given], operation=_operation(opts))
-        return self._reduce_scatter([output], self._pieces(given), opts)
+        return self._reduce_scatter([output], self._pieces(given), opts, shown=[output])
 
     def reduce_scatter_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
         self._check("reduce_scatter", [*outputs, *inputs], operation=_operation(opts), is_coalesced=True)
         for output, given in zip(outputs, inputs, strict=True):
             check_scattered(output, given, self.size())
-        return self._reduce_scatter(outputs, [piece for given in inputs for piece in self._pieces(given)], opts)
+        return self._reduce_scatter(
+            outputs, [piece for given in inputs for piece in self._pieces(given)], opts, outputs
+        )
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(self, outputs: Values, pieces: Values, opts: Any) -> RankWork:
+    def _reduce_scatter(self, outputs: Values, pieces: Values, opts: Any, shown: Values) -> RankWork:
         operation, n = _operation(opts), len(self._ranks)
 
         def settle(given: list[Values]) -> list[Values]:
@@ -232,7 +249,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
             ]
 
         size = sum(piece.nbytes for piece in pieces)
-        return self._meet("reduce_scatter", outputs, pieces, outputs, settle, detail=name_of(operation), size=size)
+        return self._meet("reduce_scatter", shown, pieces, outputs, settle, detail=name_of(operation), size=size)
 
     def reduce(self, tensors: Values, opts: Any = None) -> RankWork:
         root, operation = _root(opts), _operation(opts)
@@ -304,6 +321,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Values, target: int, tag: int = 0) -> RankWork:
         self._check("send", tensors)
+        self._check_own("sends a message to itself", tensors, target)
         self._come_to("send")
         self._world.finish_before(self._me, self._key, tensors)
         detail = f"to rank {self._ranks[target]}{_tagged(tag)}"
@@ -311,6 +329,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return self._work(self._world.send(self._me, self._ranks[target], (self._key, tag), call), tensors, [])
 
     def recv(self, tensors: Values, source: int, tag: int = 0) -> RankWork:
+        self._check_own("receives a message from itself", tensors, source)
         return self._receive(tensors, self._ranks[source], tag, f"from rank {self._ranks[source]}")
 
     def recv_anysource(self, tensors: Values, tag: int = 0) -> RankWork:
@@ -345,6 +364,12 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> None:
         """Refuses what this rank alone can see to be wrong. Nothing is exchanged yet, so the group goes on to work."""
         check_backend(self._backends, kind, tensors, others, operation, is_coalesced)
+
+    def _check_own(self, what: str, tensors: Values, other: int) -> None:
+        """Refuses a message of this rank to itself, where the backend does not take it."""
+        if other == self.rank():
+            backend = self._backends.get(tensors[0].device.type, self.name())
+            check_own_message(f"rank {self._me} {what}", backend)
 
     def _come_to(self, kind: str) -> None:
         self._world.turns.pause(self._me)

@@ -1,7 +1,7 @@
 """What a backend refuses of one rank's tensors, before it exchanges anything: torch's own errors, in its words.
 
 A group of ranks would take most of it, since it copies tensors of the CPU. A program that passed here would then fail
-on a cluster. The errors are those that torch 2.11 raised on an H100.
+on a cluster. The errors are those that torch 2.11 raised on an H100, but for those of a rank's messages to itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchstrategy.testing._ranks.torch_internals import OBJECTS_OF
 from torchstrategy.testing._simulation.dtypes import name_in_cpp
 from torchstrategy.testing._simulation.ordinals import NAME
 
-_NCCL = "nccl"
+_NCCL, _GLOO = "nccl", "gloo"
 # Those for which NCCL has a type. Complex numbers are sent as pairs of real ones.
 _DTYPES_OF_NCCL = frozenset(
     getattr(torch, name)
@@ -59,7 +59,7 @@ def check_backend(
     types = [tensor.device.type for tensor in (*tensors, *others)]
     chosen = next((one for one in types if one != "cpu"), "cpu")  # torch chooses the backend of an accelerator first
     if chosen not in backends:
-        if chosen == "cpu" and _is_of_objects():
+        if chosen == "cpu" and _is_called_by("object"):
             return  # they are not moved to the device here, as torch does
         shown = "cuda" if chosen == NAME else chosen
         raise RuntimeError(f"No backend type associated with device type {shown}")
@@ -96,14 +96,33 @@ def _check_dtype(dtype: torch.dtype, operation: Any) -> None:
         raise ValueError(f"Cannot use ReduceOp.{reduction.upper()} with NCCL")
 
 
-def _is_of_objects() -> bool:
-    """Whether a function such as `all_gather_object` called the collective."""
+def _is_called_by(part_of_name: str) -> bool:
+    """Whether a function of `torch.distributed` called the collective: one such as `all_gather_object`."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") == OBJECTS_OF and "object" in frame.f_code.co_name:
+        if frame.f_globals.get("__name__") == OBJECTS_OF and part_of_name in frame.f_code.co_name:
             return True
         frame = frame.f_back
     return False
+
+
+def check_own_message(what: str, backend: str) -> None:
+    """Refuses a message of a rank to itself. gloo has no connection for it; NCCL takes its two ends only together.
+
+    Args:
+        what: Who does what, for the error.
+        backend: What is to exchange it.
+
+    Raises:
+        RuntimeError: If the backend does not take it.
+    """
+    if backend in (_GLOO, "undefined"):
+        raise RuntimeError(f"{what}, and gloo has no connection of a rank to itself. Copy the tensor.")
+    if backend == _NCCL and not _is_called_by("batch_isend_irecv"):
+        raise RuntimeError(
+            f"{what}, and NCCL takes both ends of such a message only together. Copy the tensor, or give "
+            "`batch_isend_irecv` the `isend` and the `irecv`."
+        )
 
 
 def check_gathered(output: torch.Tensor, given: torch.Tensor, count: int) -> None:

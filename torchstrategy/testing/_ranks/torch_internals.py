@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchstrategy.testing._simulation.replacing import replacing
@@ -213,6 +215,7 @@ _print_options: Any = torch._tensor_str.PRINT_OPTS
 _SETTINGS: list[_Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
+    (_dist.get_debug_level, _dist.set_debug_level),
     (lambda: dict(vars(_print_options)), lambda options: vars(_print_options).update(options)),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (_C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory),
@@ -371,8 +374,9 @@ def groups_made_by(
         (c10d, "_get_object_coll_device", _keep_objects_here(c10d._get_object_coll_device)),
         (c10d, "_get_default_timeout", lambda backend: _TIMEOUT),  # torch's warns where it has no NCCL
         (torch.cuda.nccl, "version", lambda: _NCCL),
-        (dist, "TCPStore", lambda *args, **options: store_of()),
-        (dist, "FileStore", lambda *args, **options: store_of()),
+        *[(owner, name, lambda *args, **options: store_of()) for owner, name in _STORES],
+        (_DDP, "_get_ddp_logging_data", _name_the_backend(_DDP._get_ddp_logging_data)),
+        (Join, "notify_join_context", staticmethod(_keep_works(Join.notify_join_context))),
         (_GROUPS, "WORLD", property(_read_default_group, _GROUPS.WORLD.fset)),
     ]
     if hasattr(c10d, _RECORDER):
@@ -383,6 +387,39 @@ def groups_made_by(
     finally:
         plugins: Any = dist.Backend._plugins
         del plugins[_BACKEND.upper()]  # it holds all of the run
+
+
+# What makes stores. `dist.rendezvous` is a function, and its module makes some, too.
+_STORES: list[tuple[Any, str]] = [
+    (module, name)
+    for module in (dist, sys.modules["torch.distributed.rendezvous"])
+    for name in ("TCPStore", "FileStore")
+]
+_DDP: Any = torch.nn.parallel.DistributedDataParallel
+
+
+def _name_the_backend(read: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """Makes a replacement for what reads the log of a `DistributedDataParallel`: C++ writes another backend there."""
+
+    def read_log(model: Any) -> dict[str, Any]:
+        return {**read(model), "backend_name": dist.get_backend(model.process_group)}
+
+    return read_log
+
+
+def _keep_works(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Makes a replacement for what tells the ranks in a `Join` that one goes on; it keeps the last collective of each.
+
+    `DistributedDataParallel` gives it to C++, which waits for it in the backward pass, and does not keep the object of
+    Python. Without that, C++ knows no way to wait for it, and stands still.
+    """
+    works: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def notify_and_keep(joinable: Any) -> Any:
+        works[joinable] = work = notify(joinable)
+        return work
+
+    return notify_and_keep
 
 
 _GROUPS: Any = c10d._WorldMeta  # the class of `group`, whose `WORLD` is the default group

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from torchstrategy.testing._ranks.exchanges import Call, Exchange, Part, UnlikeCalls
+from torchstrategy.testing._ranks.exchanges import Call, Exchange, Part, UnlikeCalls, place_of_sender, rank_at
 from torchstrategy.testing._ranks.happened import Happened
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._ranks.record import RankRecord
@@ -64,24 +64,26 @@ class World:
     def send(self, rank: int, target: int, address: tuple[Hashable, int], call: Call) -> Part:
         """A rank sends a message, which is under way until it is received."""
         group, tag = address
+        place = place_of_sender(rank, target)
         for wanted in ((group, tag, rank, target), (group, tag, None, target)):
             if waiting := self._posted.get(("receivers", *wanted)):
                 exchange = waiting.popleft()
-                exchange.ranks = (rank, target)
-                return self._join(exchange, rank, call)
-        exchange = Exchange((rank, target), "")
+                exchange.ranks = (place, target)
+                return self._join(exchange, place, call)
+        exchange = Exchange((place, target), "")
         self._posted.setdefault((group, tag, target), deque()).append(exchange)
-        return self._join(exchange, rank, call)
+        return self._join(exchange, place, call)
 
     def receive(self, rank: int, source: int | None, address: tuple[Hashable, int], call: Call) -> Part:
         """A rank receives a message: of one rank, or, with None, of any."""
         group, tag = address
         posted = self._posted.get((group, tag, rank), deque())
         for exchange in posted:
-            if source in (None, exchange.ranks[0]):
+            if source in (None, rank_at(exchange.ranks[0])):
                 posted.remove(exchange)
                 return self._join(exchange, rank, call)
-        others = [source] if source is not None else [other for other in range(self.size) if other != rank]
+        senders = [source] if source is not None else [other for other in range(self.size) if other != rank] or [rank]
+        others = [place_of_sender(sender, rank) for sender in senders]
         exchange = Exchange((*others, rank), "")
         self._posted.setdefault(("receivers", group, tag, source, rank), deque()).append(exchange)
         return self._join(exchange, rank, call)
@@ -140,17 +142,18 @@ class World:
         """The collectives whose results a rank never asked for."""
         return [part for part in self._parts[rank] if part.has_to_be_waited_for]
 
-    def _join(self, exchange: Exchange, rank: int, call: Call) -> Part:
+    def _join(self, exchange: Exchange, place: int, call: Call) -> Part:
+        rank = rank_at(place)
         self.turns.check(rank)
         try:
-            exchange.join(rank, call, line_of_the_user())
+            exchange.join(place, call, line_of_the_user())
         except UnlikeCalls as error:
             self.turns.stop(str(error))
             raise RanksStopped(str(error)) from None
-        exchange.clocks[rank] = self.happened.clock(rank)
+        exchange.clocks[place] = self.happened.clock(rank)
         if exchange.results is not None:
             self.record.collectives.append(exchange.collective())
-        part = Part(exchange, rank)
+        part = Part(exchange, place)
         self._parts[rank].append(part)
         return part
 

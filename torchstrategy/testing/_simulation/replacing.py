@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ def replacing(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     Args:
         values: What has the attribute, its name, and its value in the block.
     """
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
+    before = [(owner, name, _value_of(owner, name)) for owner, name, _ in values]
     for owner, name, value in values:
         setattr(owner, name, value)
     try:
@@ -22,3 +23,8 @@ def replacing(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+def _value_of(owner: Any, name: str) -> Any:
+    """What an attribute is now: of a class, also the `staticmethod` around a function."""
+    return inspect.getattr_static(owner, name) if isinstance(owner, type) else getattr(owner, name)
