@@ -97,7 +97,7 @@ def _input_of_the_function() -> Any:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_back
-        if caller is not None and caller.f_globals.get("__name__") == FUNCTIONS and frame.f_code.co_name == "forward":
+        if caller is not None and caller.f_globals.get("__name__") in FUNCTIONS and frame.f_code.co_name == "forward":
             first = frame.f_code.co_varnames[:1]
             node = frame.f_locals.get(*first) if first else None
             inputs = [each for each, _ in getattr(node, "next_functions", ()) if each is not None]

@@ -12,10 +12,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from torchstrategy.testing._lints.torch_internals import replaced_functions
 from torchstrategy.testing._ranks.lines import is_the_users, places_of_the_user
 
 CLIPPING = "torch.nn.utils.clip_grad"  # it multiplies gradients by what keeps their norm small
-FUNCTIONS = "torch.autograd.function"  # in whose frames a function with a backward of its own runs
+# In whose frames a function with a backward of its own runs.
+FUNCTIONS = ("torch.autograd.function", replaced_functions.__module__)
 _COLLECTIVES = "torch.distributed.nn"  # whose collectives are such functions
 _NEAR = 15  # from an operator to the function of torch that called it, there are fewer calls
 _COMMENT = re.compile(r"#.*\btorchstrategy:\s*ignore\[([^\]]*)\]")
@@ -56,10 +58,11 @@ def way_here() -> tuple[Place, ...]:
     return tuple(Place(*place) for place in places_of_the_user()) or (Place("", 0),)
 
 
-def frames_of(module: str, most: int | None = _NEAR) -> Iterator[FrameType]:
+def frames_of(module: str | tuple[str, ...], most: int | None = _NEAR) -> Iterator[FrameType]:
     """The calls of functions of a module that an operator comes from, among the innermost ones; `most` None: of all."""
+    modules = (module,) if isinstance(module, str) else module
     for frame in islice(_frames(), most):
-        if frame.f_globals.get("__name__") == module:
+        if frame.f_globals.get("__name__") in modules:
             yield frame
 
 

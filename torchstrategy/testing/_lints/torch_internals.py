@@ -71,3 +71,19 @@ def is_subset(dataset: Any) -> bool:
 def is_persistent(module: torch.nn.Module, name: str) -> bool:
     """Whether a buffer of a module is in its `state_dict`."""
     return name not in module._non_persistent_buffers_set
+
+
+def replaced_functions() -> list[tuple[Any, str, Any]]:
+    """The attributes that are replaced so that a function with a backward of its own has a frame where it is applied.
+
+    Since torch 2.15 `Function.apply` is written in C++, and no frame would say that an operator comes from one.
+    """
+    function: Any = torch.autograd.Function
+    apply_in_cpp = vars(function)["apply"]
+    if isinstance(apply_in_cpp, classmethod):  # of Python
+        return []
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply_in_cpp.__get__(None, cls)(*args, **kwargs)
+
+    return [(function, "apply", classmethod(apply))]

@@ -22,7 +22,7 @@ from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.gradient_hooks import replaced as replaced_for_hooks
 from torchstrategy.testing._lints.session import Session
-from torchstrategy.testing._lints.torch_internals import LoaderIterator, scale_of
+from torchstrategy.testing._lints.torch_internals import LoaderIterator, replaced_functions, scale_of
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay, WorkWitness, witnesses, work_witnesses
 from torchstrategy.testing._ranks.world import World, current_rank, current_world
 from torchstrategy.testing._simulation.ordinals import NAME
@@ -99,7 +99,7 @@ class Watch:
         witnesses.append(self._told)
         work_witnesses.append(work)
         try:
-            more = [*replaced_for_checkpoints(self._tell), *replaced_for_hooks(self._tell)]
+            more = [*replaced_for_checkpoints(self._tell), *replaced_for_hooks(self._tell), *replaced_functions()]
             with replacing([*self._replaced(), *replaced_for_files(self._file), *more]):
                 yield
         finally:

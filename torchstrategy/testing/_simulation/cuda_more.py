@@ -342,7 +342,8 @@ _OF_CPP: dict[str, Any] = {
     "_cuda_resetPeakMemoryStats": reset_peak_memory_stats,
     "_cuda_resetAccumulatedMemoryStats": _does_nothing,
     "_cuda_memoryStats": lambda device: torch.cuda.memory_stats_as_nested_dict(device),
-    "_cuda_setDevice": set_device,
+    # Another object than `torch.cuda.set_device`: torch.compile of torch 2.15 has a rule for each, and they differ.
+    "_cuda_setDevice": lambda device: set_device(device),
     "_cuda_setStream": _put_stream,
     "_cuda_set_sync_debug_mode": set_sync_debug_mode,
     "_cuda_sleep": _does_nothing,
