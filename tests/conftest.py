@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,6 +24,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers have a core each. With more threads than cores, those of an operation wait for each other by spinning.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+if sys.version_info >= (3, 14) and hasattr(os, "fork"):
+    # The default there is `forkserver`. It pickles what it starts, of which tests define much in functions, and each
+    # worker of a loader imports torch. `tests/surroundings` has loaders of every kind.
+    multiprocessing.set_start_method("fork")
 
 with suppress(ImportError):  # `python -m tests.gpu` runs the tests that need no package but torch and pytest
     import hypothesis
