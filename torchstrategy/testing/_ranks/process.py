@@ -1,4 +1,4 @@
-"""What Python keeps once for a process: built-in names, standard streams, hooks, warnings, loggers, the folder."""
+"""What Python has once for a process: built-in names, standard streams, hooks, warnings, loggers, Hydra, the folder."""
 
 from __future__ import annotations
 
@@ -27,11 +27,24 @@ _NAMES: list[tuple[Any, str]] = [
 _NAMES = [(owner, name) for owner, name in _NAMES if hasattr(owner, name)]
 _LISTS = ("argv", "filters")  # programs write into them
 
+
+def _running_hydra() -> Any:
+    """The run of Hydra that `hydra.main` has begun, of which it lets a process have one; None if there is none."""
+    # The class is not there yet while the module is imported.
+    kind = getattr(sys.modules.get("hydra.core.global_hydra"), "GlobalHydra", None)
+    return None if kind is None else kind.instance().hydra
+
+
+def _set_running_hydra(run: Any) -> None:
+    sys.modules["hydra.core.global_hydra"].GlobalHydra.instance().hydra = run
+
+
 # What is asked and set by functions.
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 _SETTINGS: list[_Setting] = [
     (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_running_hydra, _set_running_hydra),
 ]
 
 
