@@ -171,11 +171,10 @@ def papers(clone: Path) -> None:
     words = [[str(chance.randrange(2)) for _ in range(20)] for _ in range(1700)]
     lines = ["\t".join([str(i), *row, f"class{chance.randrange(7)}"]) for i, row in enumerate(words)]
     edges = {(chance.randrange(1700), chance.randrange(1700)) for _ in range(3000)}
-    for folder in ("gcn", "gat"):
-        there = clone / folder / "cora"
-        there.mkdir(exist_ok=True)
-        (there / "cora.content").write_text("\n".join(lines))
-        (there / "cora.cites").write_text("\n".join(f"{one}\t{other}" for one, other in sorted(edges)))
+    there = clone / "gat" / "cora"
+    there.mkdir(exist_ok=True)
+    (there / "cora.content").write_text("\n".join(lines))
+    (there / "cora.cites").write_text("\n".join(f"{one}\t{other}" for one, other in sorted(edges)))
 
 
 def small_images(clone: Path) -> None:
@@ -299,7 +298,6 @@ PROGRAMS = [
         *(_EXAMPLES, "main.py", ["--accel", *_UPSCALE], "super_resolution", _UPSCALE),
         data=photographs,
     ),
-    Program(_EXAMPLES, "main.py", ["--epochs", "20"], "gcn", ["--epochs", "20"], data=papers),
     Program(_EXAMPLES, "main.py", ["--dry-run"], "gat", ["--dry-run"], data=papers),
     _distributed("ddp", "example.py"),
     _distributed("ddp-tutorial-series", "single_gpu.py", "1", "1", "--batch_size", "512", ranks=0),
