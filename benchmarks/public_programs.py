@@ -170,7 +170,7 @@ def ended(program: Program, result: Mapping[str, Any]) -> str:
         steps = result["steps"]
         return f"well, {steps} step{'s' if steps > 1 else ''}" if steps else "well"
     error = result["error"].replace("|", "\\|")
-    short = error if len(error) < 160 else error[:157] + "..."
+    short = error if len(error) < 300 else error[:297] + "..."
     advice = next((words for name, words in TO_DO.items() if error.startswith(name)), program.why)
     return f"{short} {advice}".strip()
 
@@ -195,7 +195,9 @@ def compared(program: Program, result: Mapping[str, Any]) -> str:
     """Whether its numbers are those of the CPU."""
     cpu = result.get("cpu")
     if cpu is None:
-        return "" if result["status"] else "not run there"
+        if result["status"]:
+            return ""
+        return "not run there" if program.on_cpu is None else "not compared yet"
     if result["status"]:
         return "fails there, too" if cpu["status"] else "does not fail there"
     if cpu["status"]:
