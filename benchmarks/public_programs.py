@@ -7,9 +7,10 @@ https://github.com/pytorch/examples FOLDER/examples`. A repository that is not t
 programs is changed. Data that they would download is made up, and put where they look for it. The packages that they
 need have to be there; the table says which is missing.
 
-Each program is run twice: by `python -m torchstrategy.testing.run`, and, if it can do without a GPU, by plain Python on
-the CPU, with as many steps of its optimizer. The losses and the like that the two print are compared. Results are kept
-in FOLDER/results.json, so that a second call goes on where the first one stopped.
+Each program is run by `python -m torchstrategy.testing.run`. If it can do without a GPU, it is run twice more, with as
+many steps of its optimizer: by plain Python on the CPU, and on simulated devices that draw the random numbers of the
+CPU; `comparable_runs` tells how. The losses and the like that these print are compared, and the gradients of each step.
+Results are kept in FOLDER/results.json, so that a second call goes on where the first one stopped.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from comparable_runs import LOADED_ALIKE, ON_SIMULATED_DEVICES, ON_THE_CPU
 from programs_of_others import PROGRAMS, Program, make_data
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 55  # that a program may take
-TOLERANCE = 2e-3  # of numbers that programs print with a few digits
+SECONDS = 240  # that a program may take, on a busy machine
+TOLERANCE = 2e-4  # of gradients, and of numbers that programs print with a few digits
 NUMBER = r"-?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
 SAID = re.compile(
     rf"(?i)\b(loss\w*|ppl|perplexity|accuracy|acc@?\d*|mse|average loss|\w*return)\b[^-\d\n]{{0,12}}?({NUMBER})"
@@ -44,36 +46,9 @@ TO_DO = {
     "IndexError: invalid index of a 0-dim tensor": "It is older than torch 0.5: write `.item()` there.",
     "NameError": "Nothing in it defines this name: mend the program.",
 }  # by the beginning of an error
-DRAWS = re.compile(r"(?<![\w.])(np\.|numpy\.)?random\.\w+\(")  # with the modules of Python or NumPy
-SEEDS = re.compile(r"(?<![\w.])(np\.|numpy\.)?random\.seed\(")
+LEAST_GRADIENT = 1e-6  # below this, its norm is rounding
+DRAWN_ALIKE = "with the CPU's random numbers"
 BEGIN, END = "<!-- the table: benchmarks/public_programs.py -->", "<!-- the end of the table -->"
-
-# Runs a program in plain Python, for a number of steps, and notes what draws random numbers from the first forward on.
-PLAIN = """
-import runpy, sys, torch
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-most, notes, file, steps, drawn, called = int(sys.argv[1]), sys.argv[2], sys.argv[3], {}, set(), set()
-register_module_forward_pre_hook(lambda module, inputs: called.add(1))
-class Draws(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if called and torch.Tag.nondeterministic_seeded in func.tags:
-            drawn.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-def stepped(optimizer, *_):
-    steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
-    if steps[id(optimizer)] == most:
-        raise SystemExit(0)
-register_optimizer_step_post_hook(stepped)
-sys.argv = sys.argv[3:]
-sys.path[0] = file.rpartition("/")[0] or "."
-try:
-    with Draws():
-        runpy.run_path(file, run_name="__main__")
-finally:
-    print(*sorted(drawn - {"randperm", "random_"}), sep="\\n", file=open(notes, "w"))
-"""
 
 
 def main() -> None:
@@ -102,41 +77,38 @@ def main() -> None:
 
 
 def result_of(program: Program, folder: Path) -> dict[str, Any]:
-    """What came of a program: on simulated devices, and on the CPU."""
+    """What came of a program: on simulated devices, on the CPU, and on simulated devices with the CPU's numbers."""
     make_data(program, folder / program.clone)
-    there = folder / program.clone / program.folder
     with tempfile.TemporaryDirectory() as scratch:
-        report, notes = Path(scratch) / "report.json", Path(scratch) / "notes"
+        report, notes = Path(scratch) / "report.json", Path(scratch) / "notes.json"
         options = ["--json", str(report), "--as-cuda", "--devices", str(program.devices)]
         options += ["--ranks", str(program.ranks)] if program.ranks else []
         options += ["--stop-after", str(program.steps)] if program.steps else []
-        command = ["-m", "torchstrategy.testing.run", *options, program.file, *program.arguments]
-        status, out, errors = run(command, there, program, folder)
-        found = json.loads(report.read_text()) if report.exists() else {}
-        result = {"status": status, "numbers": numbers(out), "error": error_in(errors), **picked(found)}
+        options += [program.file, *program.arguments]
+        result = run(["-m", "torchstrategy.testing.run", *options], program, folder)
+        result |= picked(json.loads(report.read_text()) if report.exists() else {})
         result["commit"] = commit(folder / program.clone)
-        source = (there / program.file).read_text(errors="replace")
-        result["has_no_seed"] = bool(DRAWS.search(source)) and not SEEDS.search(source)
-        if program.on_cpu is not None and not status:
-            plain = ["-c", PLAIN, str(program.steps or 0), str(notes), program.file, *program.on_cpu]
-            status, out, errors = run(plain, there, program, folder)
-            drawn = notes.read_text().split() if notes.exists() else []
-            result["cpu"] = {"status": status, "numbers": numbers(out), "error": error_in(errors), "drawn": drawn}
+        if program.on_cpu is not None:
+            plain = [str(program.steps), program.file, *program.on_cpu]
+            starts = [("cpu", ON_THE_CPU, plain), ("drawn_alike", ON_SIMULATED_DEVICES, options)]
+            for name, start, rest in starts[:1] if result["status"] else starts:
+                notes.unlink(missing_ok=True)
+                start = LOADED_ALIKE + start if program.loads_otherwise_on_gpus else start
+                result[name] = run(["-c", start, str(notes), *rest], program, folder)
+                result[name]["gradients"] = json.loads(notes.read_text()) if notes.exists() else []
     return result
 
 
-def run(command: Sequence[str], there: Path, program: Program, folder: Path) -> tuple[int, str, str]:
+def run(command: Sequence[str], program: Program, folder: Path) -> dict[str, Any]:
     """The exit status and what was printed; a status of 124 if it took too long."""
-    paths = [
-        str(ROOT),
-        *(str(folder / program.clone / path) for path in program.paths),
-        os.environ.get("PYTHONPATH", ""),
-    ]
+    clone = folder / program.clone
+    paths = [str(ROOT), *(str(clone / path) for path in program.paths), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "WANDB_MODE": "disabled"}
+    environment["PYTHONHASHSEED"] = "0"  # sets of words have one order in all runs
     try:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", *command],
-            cwd=there,
+            cwd=clone / program.folder,
             env=environment,
             capture_output=True,
             text=True,
@@ -144,8 +116,9 @@ def run(command: Sequence[str], there: Path, program: Program, folder: Path) -> 
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        return 124, "", f"not done after {SECONDS} seconds"
-    return done.returncode, done.stdout if numbers(done.stdout) else done.stderr, done.stderr
+        return {"status": 124, "numbers": [], "error": f"not done after {SECONDS} seconds"}
+    printed = done.stdout if numbers(done.stdout) else done.stderr
+    return {"status": done.returncode, "numbers": numbers(printed), "error": error_in(done.stderr)}
 
 
 def numbers(out: str) -> list[float]:
@@ -197,33 +170,65 @@ def ended(program: Program, result: Mapping[str, Any]) -> str:
         steps = result["steps"]
         return f"well, {steps} step{'s' if steps > 1 else ''}" if steps else "well"
     error = result["error"].replace("|", "\\|")
-    short = error if len(error) < 160 else error[:157] + "..."
+    short = error if len(error) < 300 else error[:297] + "..."
     advice = next((words for name, words in TO_DO.items() if error.startswith(name)), program.why)
     return f"{short} {advice}".strip()
+
+
+class Same(NamedTuple):
+    """How many of some numbers are equal."""
+
+    count: int
+    of: int
+
+    @property
+    def is_all(self) -> bool:
+        return self.count == self.of
+
+    def said(self, what: str = "") -> str:
+        """In words."""
+        things = f" {what}{'s' if self.of > 1 else ''}" if what else ""
+        return f"equal ({self.count}{things})" if self.is_all else f"{self.count} of {self.of}{things}"
 
 
 def compared(program: Program, result: Mapping[str, Any]) -> str:
     """Whether its numbers are those of the CPU."""
     cpu = result.get("cpu")
     if cpu is None:
-        return "" if result["status"] else "not run there"
+        if result["status"]:
+            return ""
+        return "not run there" if program.on_cpu is None else "not compared yet"
+    if result["status"]:
+        return "fails there, too" if cpu["status"] else "does not fail there"
     if cpu["status"]:
         return f"not on the CPU: {cpu['error'][:80]}"
-    pairs = list(zip(result["numbers"], cpu["numbers"], strict=False))
-    if not pairs:
-        return "prints none"
-    same = sum(is_same(*pair) for pair in pairs)
-    if same == len(pairs):
-        return f"equal ({same})"
-    if result["has_no_seed"]:
-        return f"{same} of {len(pairs)}: it draws with Python or NumPy, and sets no seed there"
-    why = f": `{'`, `'.join(cpu['drawn'])}` draw others on a GPU" if cpu["drawn"] else ""
-    return f"{same} of {len(pairs)}{why}"
+    alike = result["drawn_alike"]
+    gradients = same_of(alike["gradients"], cpu["gradients"], LEAST_GRADIENT)
+    if not cpu["numbers"]:
+        if not cpu["gradients"]:
+            return "prints none"
+        return f"{gradients.said('gradient')} {DRAWN_ALIKE}{why(program, gradients)}"
+    numbers, how = same_of(result["numbers"], cpu["numbers"]), ""
+    if not numbers.is_all:
+        numbers, how = same_of(alike["numbers"], cpu["numbers"]), f" {DRAWN_ALIKE}"
+    others = "" if gradients.is_all else f", and {gradients.said('gradient')}"
+    return f"{numbers.said()}{how}{others}{why(program, numbers, gradients)}"
 
 
-def is_same(one: float, other: float) -> bool:
+def why(program: Program, *compared: Same) -> str:
+    """Why some numbers are others; nothing if all are equal."""
+    return "" if all(same.is_all for same in compared) else f": {program.differs or 'it is not known why'}"
+
+
+def same_of(some: Sequence[float], others: Sequence[float], least: float = TOLERANCE) -> Same:
+    """How many numbers are equal but for rounding. One that is missing is not equal."""
+    count = sum(is_same(*pair, least) for pair in zip(some, others, strict=False))
+    return Same(count, max(len(some), len(others)))
+
+
+def is_same(one: float, other: float, least: float = TOLERANCE) -> bool:
     """Whether two numbers are equal but for rounding."""
-    return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (math.isnan(one) and math.isnan(other))
+    return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=least) or (math.isnan(one) and math.isnan(other))
 
 
 def what_was_found(result: Mapping[str, Any]) -> str:
@@ -247,15 +252,16 @@ def write_table(page: Path, results: Mapping[str, Any]) -> None:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """How many there are, and how many ended well."""
-    mine = [results[program.name] for program in PROGRAMS if program.name in results]
-    well = sum(not result["status"] for result in mine)
-    both = [result for result in mine if "cpu" in result and not result["cpu"]["status"]]
-    equal = sum(compared(PROGRAMS[0], result).startswith("equal") for result in both)
+    """How many there are, how many ended well, and of how many the numbers are those of the CPU."""
+    mine = [(program, results[program.name]) for program in PROGRAMS if program.name in results]
+    well = [(program, result) for program, result in mine if not result["status"]]
+    both = [compared(program, result) for program, result in well if not result.get("cpu", {"status": 1})["status"]]
+    equal = [cell for cell in both if cell.startswith("equal") and ":" not in cell]
+    as_they_are = [cell for cell in equal if DRAWN_ALIKE not in cell]
     version = torch.__version__.partition("+")[0]
     return (
-        f"{len(mine)} programs with torch {version}: {well} ended well. {len(both)} of them "
-        f"ran on the CPU, too, and the numbers of {equal} were equal."
+        f"{len(mine)} programs with torch {version}: {len(well)} ended well. {len(both)} of them ran on the CPU, too. "
+        f"The numbers of {len(equal)} were equal, of {len(as_they_are)} without the CPU's random numbers."
     )
 
 

@@ -307,6 +307,69 @@ def test_a_program_without_ranks_is_alone(tmp_path: Path) -> None:
     assert done.returncode == 1 and "which torchrun sets: run it with --ranks 2." in done.stderr
 
 
+@pytest.mark.parametrize("spawned", [True, False])
+def test_ranks_of_a_program_that_sets_no_seed_draw_other_numbers(tmp_path: Path, spawned: bool) -> None:
+    """Each process of `torchrun` has seeds of its own. A lint said that all ranks of a program dropped the same."""
+    (tmp_path / "program.py").write_text(
+        "import random, numpy, torch\n"
+        "def draw(*_):\n"
+        "    draws = (torch.rand, lambda n: torch.rand(n, device='cuda').cpu(), numpy.random.rand)\n"
+        "    print('drawn', random.random(), *(float(draw(1)[0]) for draw in draws))\n"
+        "    torch.manual_seed(3)\n"
+        "    print('seeded', *(float(draw(1)[0]) for draw in draws[:2]))\n"
+        + ("torch.multiprocessing.spawn(draw, nprocs=2)\n" if spawned else "draw()\n")
+    )
+    done, _ = run(tmp_path, *([] if spawned else ["--ranks", "2"]), "program.py")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    drawn, seeded = ([line[1:] for line in lines if line[0] == word] for word in ("drawn", "seeded"))
+    assert len(drawn) == 2 and all(one != other for one, other in zip(*drawn, strict=True)), drawn
+    assert len(seeded) == 2 and seeded[0] == seeded[1]
+
+
+def test_each_rank_of_a_program_may_start_hydra(tmp_path: Path) -> None:
+    """`hydra.main` of the second rank ended with `GlobalHydra is already initialized`."""
+    (tmp_path / "hydra" / "core").mkdir(parents=True)
+    (tmp_path / "hydra" / "core" / "global_hydra.py").write_text(
+        "class GlobalHydra:\n"
+        "    one = None\n"
+        "    hydra = None\n"
+        "    @classmethod\n"
+        "    def instance(cls):\n"
+        "        cls.one = cls.one or cls()\n"
+        "        return cls.one\n"
+    )
+    (tmp_path / "program.py").write_text(
+        "import os, torch.distributed as dist\n"
+        "from hydra.core.global_hydra import GlobalHydra\n"
+        "assert GlobalHydra.instance().hydra is None\n"
+        "GlobalHydra.instance().hydra = os.environ['RANK']\n"
+        "dist.init_process_group('nccl')\n"
+        "dist.barrier()\n"
+        "print('hydra of', os.environ['RANK'], GlobalHydra.instance().hydra)\n"
+    )
+    done, _ = run(tmp_path, "--ranks", "2", "program.py")
+    assert sorted(done.stdout.splitlines()) == ["hydra of 0 0", "hydra of 1 1"], done.stderr
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_program_whose_processes_share_a_model_is_told_to_use_ranks(tmp_path: Path, shared: bool) -> None:
+    """It ended with `bad value(s) in fds_to_keep`, which named neither the cause nor what to do."""
+    (tmp_path / "program.py").write_text(
+        "import torch, torch.multiprocessing as mp\n"
+        "def train(model): print('trains')\n"
+        "if __name__ == '__main__':\n"
+        "    mp.set_start_method('spawn', force=True)\n"
+        f"    model = torch.nn.Linear(2, 1).to('{'cuda' if shared else 'cpu'}')\n"
+        "    model.share_memory()\n"
+        "    process = mp.Process(target=train, args=(model,))\n"
+        "    process.start()\n"
+        "    process.join()\n"
+    )
+    done, _ = run(tmp_path, str(tmp_path / "program.py"))
+    assert done.returncode == int(shared) and ("trains" in done.stdout) is not shared, done.stderr
+    assert ("cannot share a tensor on cuda:0. Let torch.multiprocessing.spawn" in done.stderr) is shared
+
+
 def test_a_program_that_silences_its_ranks_does_not_silence_the_report(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         """if True:

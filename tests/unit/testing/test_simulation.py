@@ -141,6 +141,30 @@ def test_a_spawned_process_is_sent_tensors_if_it_simulates_devices_too(tmp_path:
 
 
 @runs_here
+def test_a_spawned_process_is_given_a_model(tmp_path: Path) -> None:
+    """Starting it failed with `bad value(s) in fds_to_keep`: two weights were sent by one file descriptor."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.multiprocessing as multiprocessing\n"
+        "import torchstrategy.testing as testing\n"
+        "testing.simulate_devices(2)\n"
+        "def work(model, outbox):\n"
+        "    outbox.put([str(weight.detach()) for weight in model.parameters()])\n"
+        "if __name__ == '__main__':\n"
+        "    model = torch.nn.Linear(2, 1).to('sim:1')\n"
+        "    for weight in model.parameters(): weight.data.fill_(weight.dim())\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    outbox = context.SimpleQueue()\n"
+        "    process = context.Process(target=work, args=(model, outbox))\n"
+        "    process.start()\n"
+        "    print(outbox.get())\n"
+        "    process.join()\n"
+    )
+    done = python(str(program), folder=ROOT, PYTHONPATH=str(ROOT))
+    assert done.stdout == """["tensor([[2., 2.]], device='sim:1')", "tensor([1.], device='sim:1')"]\n""", done.stderr
+
+
+@runs_here
 def test_a_strategy_that_ran_before_devices_were_simulated_goes_on() -> None:
     # What device types have autocast was read once, when theirs had another name.
     done = run_program("""

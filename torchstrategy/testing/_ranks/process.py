@@ -1,10 +1,11 @@
-"""What Python keeps once for a process: built-in names, standard streams, hooks, warnings, loggers, the folder."""
+"""What Python has once for a process: built-in names, standard streams, hooks, warnings, loggers, Hydra, the folder."""
 
 from __future__ import annotations
 
 import builtins
 import gc
 import logging
+import operator
 import os
 import sys
 import threading
@@ -123,6 +124,17 @@ def add_to_environment(content: dict[Any, Any], variables: dict[str, str]) -> di
     return content | added
 
 
+def _take_running_hydra() -> Any:
+    """The run of Hydra that `hydra.main` has begun, of which it lets a process have one; None if there is none."""
+    # The class is not there yet while the module is imported.
+    kind = getattr(sys.modules.get("hydra.core.global_hydra"), "GlobalHydra", None)
+    return None if kind is None else kind.instance().hydra
+
+
+def _put_running_hydra(run: Any) -> None:
+    sys.modules["hydra.core.global_hydra"].GlobalHydra.instance().hydra = run
+
+
 ENVIRONMENT = Part(_take_environment, _put_environment)
 PARTS = [
     ENVIRONMENT,
@@ -131,5 +143,6 @@ PARTS = [
     Part(_take_loggers, _put_loggers),
     Part(lambda: logging.root.manager.disable, logging.disable),
     Part(gc.isenabled, _put_collector),
+    Part(_take_running_hydra, _put_running_hydra, operator.is_),
     Part(_take_folder, _put_folder),
 ]

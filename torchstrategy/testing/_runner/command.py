@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+import torch
 import torch.multiprocessing as mp
 
 from torchstrategy._base.errors import plural
@@ -31,10 +35,17 @@ from torchstrategy.testing._runner.report import Report
 from torchstrategy.testing._simulation import cuda_alias, record_streams, simulate_devices
 from torchstrategy.testing._simulation import module as devices
 from torchstrategy.testing._simulation.cuda_alias import Compiling
+from torchstrategy.testing._simulation.storages import Starting
 from torchstrategy.testing._simulation.words import in_words_of_cuda
 from torchstrategy.testing._virtual_time import DeviceProfile, virtual_time
 
 DEVICE = "cuda"  # what the report calls devices: the program's word
+_FIRST_SEED = 1_234_567  # of a rank whose program sets none; any number does
+_NOT_SHARED = (
+    "A process of its own has no simulated devices, so it cannot share a tensor on {device}. Let "
+    "torch.multiprocessing.spawn start the function: it then runs in ranks, which share this process. Or take the "
+    "process out of the program while you test it."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -190,6 +201,7 @@ class _Run:
             self.observer.also = watch.operator
             block.enter_context(watch.watching())
             block.enter_context(_spawning(self._spawn))
+            block.enter_context(_starting_nothing())
             block.enter_context(deep_alias() if self._options.as_cuda else cuda_alias())
             status = self._status_of(self._run)
         self.races = [in_words_of_cuda(race) for race in streams.races]
@@ -217,7 +229,7 @@ class _Run:
             self.prediction = Prediction(block.enter_context(time), DEVICE)
 
     def _ranks(self, main: Callable[..., Any], n: int, *args: Any) -> None:
-        run_recorded(main, n, self.record, args, self._options.order)
+        run_recorded(partial(_with_seeds_of_its_own, main), n, self.record, args, self._options.order)
 
     def _spawn(
         self, function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **options: Any
@@ -251,6 +263,15 @@ class _Run:
         return 0
 
 
+def _with_seeds_of_its_own(main: Callable[..., Any], rank: int, *args: Any) -> None:
+    """Runs a rank with random numbers that no other rank has, as processes have them. Two runs have the same."""
+    seed = _FIRST_SEED + rank
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # also those of the devices
+    main(rank, *args)
+
+
 def _progress(steps: int) -> None:
     if sys.stderr.isatty():
         print(f"\rstep {steps}", end="", file=sys.stderr, flush=True)
@@ -266,3 +287,13 @@ def _spawning(spawn: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         processes.spawn, processes.start_processes = before
+
+
+@contextmanager
+def _starting_nothing() -> Iterator[None]:
+    """A block in which no process is started with tensors of devices: it would fail, and the program go on."""
+    Starting.refused = _NOT_SHARED
+    try:
+        yield
+    finally:
+        Starting.refused = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -25,6 +26,17 @@ CPU_KERNELS = DispatchKeySet(DispatchKey.CPU)
 
 _set_storage: Any = torch.ops.aten.set_.source_Storage_storage_offset
 _LOGICAL_SIZE = "_torchstrategy_size"
+_SENT = "_torchstrategy_sent"
+
+
+class Starting:
+    """Processes that are started with tensors of simulated devices as arguments.
+
+    Attributes:
+        refused: What to say instead, with `{device}` for the tensor's; None: the process gets copies.
+    """
+
+    refused: str | None = None
 
 
 def point_at(tensor: torch.Tensor, storage: Any, offset: Any, size: Any, stride: Any) -> None:
@@ -114,7 +126,15 @@ def _size_reader(nbytes: Callable[..., int]) -> Callable[..., int]:
 def _reduced(tensor: torch.Tensor) -> Any:
     if not is_simulated(tensor):
         return reductions.reduce_tensor(tensor)
-    return _rebuilt, (type(tensor), tensor.detach().cpu(), tensor.device.index, tensor.requires_grad)
+    starting = get_spawning_popen()  # the process that is being started, if the tensor is an argument of it
+    if starting is not None and Starting.refused is not None:
+        raise RuntimeError(Starting.refused.format(device=tensor.device))
+    copy = tensor.detach().cpu()
+    if starting is not None:
+        # The process inherits the file that this memory is in. It must not be closed before: the next tensor's file
+        # would have its number.
+        starting.__dict__.setdefault(_SENT, []).append(copy)
+    return _rebuilt, (type(tensor), copy, tensor.device.index, tensor.requires_grad)
 
 
 def _rebuilt(kind: type[torch.Tensor], tensor: torch.Tensor, index: int, requires_grad: bool) -> torch.Tensor:
