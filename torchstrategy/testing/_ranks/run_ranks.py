@@ -34,6 +34,7 @@ from torchstrategy.testing._ranks.turns import RanksStopped, Turns
 from torchstrategy.testing._ranks.world import World, current_rank, current_world, settle_here
 from torchstrategy.testing._simulation.ordinals import device_count, set_device
 from torchstrategy.testing._simulation.program import unwatched
+from torchstrategy.testing._simulation.torch_internals import without_dispatch_modes
 
 T = TypeVar("T")
 
@@ -245,11 +246,11 @@ class _Run:
 
     def _enter(self, rank: int) -> None:
         over, self._taken_off = self._taken_off, None
-        with unwatched(), unseen_by_function_modes():
+        with unwatched(), unseen_by_function_modes(), without_dispatch_modes():
             self._belongings[rank].put_on(over)
 
     def _leave(self, rank: int) -> None:
-        with unwatched(), unseen_by_function_modes():
+        with unwatched(), unseen_by_function_modes(), without_dispatch_modes():
             self._belongings[rank].take_off()
         self._taken_off = self._belongings[rank]
 
