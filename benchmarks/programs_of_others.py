@@ -216,10 +216,6 @@ _POLICY = [*_PENDULUM, "--total-timesteps", "256", "--num-steps", "128"]
 _PQN = ["--total-timesteps", "256", "--num-steps", "32", "--num-envs", "2"]
 _DIFFUSION = ["--data_dir", "made_up/train/cat", "--image_size", "32", "--num_channels", "32", "--num_res_blocks", "1"]
 _DIFFUSION += ["--batch_size", "2", "--log_interval", "1"]
-_MOCO = ["-a", "resnet18", "-b", "4", "-j", "0", "-p", "1", "--epochs", "1", "--moco-k", "64", "--world-size", "1"]
-_MOCO += ["--rank", "0", "--multiprocessing-distributed", "--dist-url", "tcp://localhost:10001", "made_up"]
-_DINO = ["--arch", "vit_tiny", "--data_path", "made_up/train", "--batch_size_per_gpu", "1", "--epochs", "1"]
-_DINO += ["--local_crops_number", "1", "--num_workers", "0", "--out_dim", "256", "--warmup_epochs", "0"]
 _TIMM = ["--model", "resnet18", "--img-size", "64", "-b", "4", "-j", "0"]
 _TIMM_TRAIN = [*_TIMM, "--data-dir", "made_up", "--num-classes", "2", "--epochs", "1", "--log-interval", "1"]
 _GANS = ["aae", "acgan", "began", "bgan", "dcgan", "dragan", "ebgan", "gan", "infogan", "lsgan", "relativistic_gan"]
@@ -390,6 +386,4 @@ PROGRAMS = [
         data=folders_of_images,
         paths=["."],
     ),
-    Program("facebookresearch/moco", "main_moco.py", _MOCO, steps=2, data=folders_of_images),
-    Program("facebookresearch/dino", "main_dino.py", _DINO, ranks=2, steps=2, data=folders_of_images),
 ]
