@@ -74,7 +74,8 @@ def groups_of(
     if "cpu" not in devices_of(known):
         kind = f"cpu:gloo,{known}"  # as of init_process_group("nccl"): tables, scalars and generators are on the CPU
     kinds = [kind, kind, "gloo"]
-    if group is not None and not are_threads():
+    if not are_threads():
+        # Not by `new_group`, which counts: since torch 2.14 a group that one process has made alone counts there, too.
         return [make_named_group(f"{name}/{index}", ranks, kind, timeout) for index, kind in enumerate(kinds)]
     is_part = group is not None
     made = [dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part) for kind in kinds]
