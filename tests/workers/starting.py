@@ -48,6 +48,17 @@ def of_a_part() -> Any:
     return strategy.num_replicas_in_sync, total.item()
 
 
+def after_a_group_of_one() -> float:
+    """The sum over all workers, of which the first has made a group that torch counts there, and nowhere else."""
+    if dist.get_rank() == 0:
+        distributed: Any = dist.distributed_c10d
+        before = distributed._world.group_count
+        dist.new_group([0], use_local_synchronization=True)
+        distributed._world.group_count = before + 1  # as torch leaves it since 2.14
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+    return strategy.reduce("sum", strategy.run(lambda: torch.ones(())), axis=None).item()
+
+
 def of_a_group_for_devices() -> Any:
     """The script has made its group as one for DDP does: with a backend for CUDA only, which gloo plays here."""
     dist.init_process_group("cuda:gloo")

@@ -16,7 +16,7 @@ from conditions import takes_long
 from torchstrategy import multi_worker_mirrored
 from torchstrategy.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from workers import starting
-from workers.cluster import alone, cluster, free_ports
+from workers.cluster import Cluster, alone, cluster, free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +60,15 @@ def test_a_group_that_the_script_has_made_for_devices_only_is_enough() -> None:
     config, is_untouched, sums, _ = first.value
     assert (config, is_untouched, sums) == ("cuda:gloo", True, [8.0, 6.0])
     assert [other.value for other in others] == [first.value, first.value]
+
+
+def test_a_group_that_one_worker_has_made_alone_changes_no_names() -> None:
+    """torch named the next group by a number that was another one in this worker, and all waited for each other."""
+    processes = Cluster(2)
+    try:
+        assert processes.run(starting.after_a_group_of_one) == [2.0, 2.0]
+    finally:
+        processes.end()
 
 
 def test_a_group_of_some_processes_trains_alone() -> None:
