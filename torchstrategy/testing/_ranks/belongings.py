@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 import sys
@@ -86,8 +87,7 @@ class Belongings:
         Args:
             environment: Variables that it has, besides those of this process.
         """
-        new = Belongings.__new__(Belongings)
-        new._imports, new._seen = self._imports, self._seen
+        new = copy.copy(self)
         new._values = [part.begin(value) for part, value in zip(_PARTS, self._values, strict=True)]
         new._values[_ENVIRONMENT] = process.add_to_environment(new._values[_ENVIRONMENT], environment)
         return new
