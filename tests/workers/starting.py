@@ -59,6 +59,20 @@ def after_a_group_of_one() -> float:
     return strategy.reduce("sum", strategy.run(lambda: torch.ones(())), axis=None).item()
 
 
+def of_two_worlds(folder: str) -> list[float]:
+    """The sums over both workers of a world of tasks 0 and 1, and then of one of tasks 0 and 2."""
+    task = int(os.environ["TASK"])
+    sums = []
+    for world in (0, 1), (0, 2):
+        if task in world:
+            store = f"file://{folder}/{world}"
+            dist.init_process_group("gloo", init_method=store, rank=world.index(task), world_size=2)
+            strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+            sums.append(strategy.reduce("sum", strategy.run(lambda: torch.ones(())), axis=None).item())
+            dist.destroy_process_group()
+    return sums
+
+
 def of_a_group_for_devices() -> Any:
     """The script has made its group as one for DDP does: with a backend for CUDA only, which gloo plays here."""
     dist.init_process_group("cuda:gloo")

@@ -71,6 +71,13 @@ def test_a_group_that_one_worker_has_made_alone_changes_no_names() -> None:
         processes.end()
 
 
+def test_a_process_can_leave_its_world_for_one_of_other_processes(tmp_path: Path) -> None:
+    """It had counted a strategy of workers 0 and 1 there, and the new worker 1 none: they waited under two names."""
+    first, second, third = alone(starting.of_two_worlds, environments("simple", ["", "", ""]), str(tmp_path))
+    assert first.error is None, first.trace
+    assert (first.value, second.value, third.value) == ([2.0, 2.0], [2.0], [2.0])
+
+
 def test_a_group_of_some_processes_trains_alone() -> None:
     assert cluster(3).run(starting.of_a_part) == [(2, 4.0), None, (2, 4.0)]
 

@@ -34,6 +34,6 @@ def test_a_worker_that_ends_with_its_store_is_named(
     told = r"^Worker 0 of 2 has ended before all workers had joined\. This is worker 1 of 2"
     try:
         with contextlib.closing(lines), pytest.raises(WorkerError, match=told):
-            joining.meeting_of("group", 1, 2, timedelta(seconds=60))
+            joining.begin_meeting([0, 1], 1, timedelta(seconds=60))
     finally:
         done.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import secrets
 import time
 import weakref
 from collections import Counter
@@ -49,13 +50,19 @@ def devices_of(config: str) -> set[str]:
     return {part.partition(":")[0] for part in config.split(",")}
 
 
-_met: Counter[tuple[int, ...]] = Counter()  # how many strategies these processes have had
+_met: Counter[str] = Counter()  # how many strategies the same processes have had
 
 
-def next_name(ranks: Sequence[int]) -> str:
-    """A name for the next strategy of these processes, the same in all of them, and of no earlier one."""
-    _met[tuple(ranks)] += 1
-    return f"{digest(str(tuple(ranks)).encode()).hex()}/{_met[tuple(ranks)]}"
+def _next_name(store: Any, ranks: Sequence[int]) -> str:
+    """A name for the next strategy of these processes, the same in all of them, and of no earlier one.
+
+    A process can leave its default group and join another one, where ranks with these numbers are other processes,
+    which have counted from the beginning. So it counts for each store: the first process there puts a mark into it.
+    """
+    mark = store.compare_set("counted", "", secrets.token_hex(8)).decode()
+    processes = digest(f"{mark} {tuple(ranks)}".encode()).hex()
+    _met[processes] += 1
+    return f"{processes}/{_met[processes]}"
 
 
 def groups_of(
@@ -82,21 +89,23 @@ def groups_of(
     return [one for one in made if isinstance(one, dist.ProcessGroup)]  # a process that is in none gets something else
 
 
-def meeting_of(
-    group: str, index: int, count: int, timeout: timedelta | None, told: str = ""
-) -> Meeting | MeetingOfThreads:
+def begin_meeting(
+    ranks: Sequence[int], index: int, timeout: timedelta | None, told: str = ""
+) -> tuple[Meeting | MeetingOfThreads, str]:
     """A meeting of workers of the default group, by the store that it has.
 
     Args:
-        group: A name of the meeting, which is the same in all of them, and of no other one.
-        index: The number of this worker.
-        count: How many there are.
+        ranks: The workers, by their numbers in the default group.
+        index: The number of this worker among them.
         timeout: How long to wait for all. None: as torch does.
         told: What this worker tells the others, in a few words.
+
+    Returns:
+        The meeting, and a name for what is made there: the same in all of these workers, and of no other meeting.
     """
+    count = len(ranks)
     if are_threads():
-        return MeetingOfThreads(count)
-    prefix = f"{_attempt()}/{group}"
+        return MeetingOfThreads(count), "threads"
     limit = timeout or USUAL_LIMIT
     are_same = _Joined.lines is not None and len(_Joined.lines.others) + 1 == count
     earlier = _Joined.lines if are_same else None
@@ -109,12 +118,14 @@ def meeting_of(
                 raise WorkerError(f"{HAS_ENDED.format(worker, count)}. This is {name_of(index, count)}.")
 
     try:
-        store, home = ask(lambda: shared_store(prefix), limit.total_seconds(), look)
+        store, home = ask(lambda: shared_store(_attempt()), limit.total_seconds(), look)
+        name = ask(lambda: _next_name(store, ranks), limit.total_seconds(), look)
     except NoAnswer:
         raise WorkerError(f"The store of torch.distributed does not answer. This is {name_of(index, count)}.") from None
-    meeting = Meeting(store, _name_with_place(home, "The store of torch.distributed"), home, index, count, limit, told)
+    own = _dist.PrefixStore(name, store)
+    meeting = Meeting(own, _name_with_place(home, "The store of torch.distributed"), home, index, count, limit, told)
     meeting.earlier = earlier
-    return meeting
+    return meeting, name
 
 
 def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None:

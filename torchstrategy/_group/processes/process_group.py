@@ -105,8 +105,7 @@ class ProcessGroup(Workers):
     ) -> None:
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         super().__init__(len(ranks), ranks.index(dist.get_rank()))
-        name = joining.next_name(ranks)
-        meeting = joining.meeting_of(name, self.index, self.count, timeout, told)
+        meeting, name = joining.begin_meeting(ranks, self.index, timeout, told)
         entries = meeting.meet()
         self._names = [entry.who for entry in entries]
         self._lines = meeting.lines
