@@ -10,7 +10,8 @@ need have to be there; the table says which is missing.
 Each program is run by `python -m torchstrategy.testing.run`. If it can do without a GPU, it is run twice more, with as
 many steps of its optimizer: by plain Python on the CPU, and on simulated devices that draw the random numbers of the
 CPU; `comparable_runs` tells how. The losses and the like that these print are compared, and the gradients of each step.
-Results are kept in FOLDER/results.json, so that a second call goes on where the first one stopped.
+Results are kept in FOLDER/results.json, so that a second call goes on where the first one stopped. Rows of the table
+whose programs have no result there stay as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -151,13 +152,23 @@ def commit(clone: Path) -> str:
     return done.stdout.strip() or "?"
 
 
+Called: TypeAlias = tuple[str, str, str]  # a program in the table: its repository, its file and its options
+
+
+def called(program: Program) -> Called:
+    """What the table shows of a program before it has a result."""
+    options = " ".join([f"--ranks {program.ranks}" if program.ranks else "", program.short]).strip()
+    file = f"`{program.folder}/{program.file}`".replace("`./", "`")
+    return program.repository, file, f"`{options}`" if options else ""
+
+
 def row(program: Program, result: Mapping[str, Any]) -> list[str]:
     """A row of the table."""
-    called = " ".join([f"--ranks {program.ranks}" if program.ranks else "", program.short]).strip()
+    repository, file, options = called(program)
     return [
-        f"[{program.repository}](https://github.com/{program.repository}) {result['commit']}",
-        f"`{program.folder}/{program.file}`".replace("`./", "`"),
-        f"`{called}`" if called else "",
+        f"[{repository}](https://github.com/{repository}) {result['commit']}",
+        file,
+        options,
         ended(program, result),
         compared(program, result),
         what_was_found(result),
@@ -242,25 +253,35 @@ def what_was_found(result: Mapping[str, Any]) -> str:
 
 
 def write_table(page: Path, results: Mapping[str, Any]) -> None:
-    """Puts the table into the page."""
-    head = ["repository", "program", "with", "ended", "numbers of the CPU", "found"]
-    rows = [row(program, results[program.name]) for program in PROGRAMS if program.name in results]
+    """Puts the table into the page. A program that has no result here keeps its row."""
     text = page.read_text()
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
+    written = dict(map(read_row, re.findall(r"^\| \[.*$", text, re.MULTILINE)))
+    rows = [
+        row(program, results[program.name]) if program.name in results else written[called(program)]
+        for program in PROGRAMS
+        if program.name in results or called(program) in written
+    ]
+    head = ["repository", "program", "with", "ended", "numbers of the CPU", "found"]
     lines = [f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows]]
-    page.write_text("\n".join([before + BEGIN, "", summary(results), "", *lines, "", after]))
+    page.write_text("\n".join([before + BEGIN, "", summary(rows), "", *lines, "", after]))
 
 
-def summary(results: Mapping[str, Any]) -> str:
+def read_row(line: str) -> tuple[Called, list[str]]:
+    """Which program a line of the table is about, and its cells."""
+    cells = re.split(r" ?(?<!\\)\| ?", line)[1:-1]
+    return (cells[0].partition("](")[0].removeprefix("["), cells[1], cells[2]), cells
+
+
+def summary(rows: Sequence[Sequence[str]]) -> str:
     """How many there are, how many ended well, and of how many the numbers are those of the CPU."""
-    mine = [(program, results[program.name]) for program in PROGRAMS if program.name in results]
-    well = [(program, result) for program, result in mine if not result["status"]]
-    both = [compared(program, result) for program, result in well if not result.get("cpu", {"status": 1})["status"]]
-    equal = [cell for cell in both if cell.startswith("equal") and ":" not in cell]
-    as_they_are = [cell for cell in equal if DRAWN_ALIKE not in cell]
+    well = [numbers for _, _, _, ended, numbers, _ in rows if ended.startswith("well")]
+    both = [numbers for numbers in well if numbers and not numbers.startswith("not ")]
+    equal = [numbers for numbers in both if numbers.startswith("equal") and ":" not in numbers]
+    as_they_are = [numbers for numbers in equal if DRAWN_ALIKE not in numbers]
     version = torch.__version__.partition("+")[0]
     return (
-        f"{len(mine)} programs with torch {version}: {len(well)} ended well. {len(both)} of them ran on the CPU, too. "
+        f"{len(rows)} programs with torch {version}: {len(well)} ended well. {len(both)} of them ran on the CPU, too. "
         f"The numbers of {len(equal)} were equal, of {len(as_they_are)} without the CPU's random numbers."
     )
 

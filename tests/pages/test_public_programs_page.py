@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,12 @@ def test_the_script_runs_what_is_there_and_writes_the_table(
     script.main()
     assert (folder / "page.md").read_text() == text
     assert len(json.loads((folder / "results.json").read_text())) == 4
+
+    # Rows of programs that are not there any more stay.
+    shutil.rmtree(folder / "things")
+    (folder / "results.json").unlink()
+    script.main()
+    assert (folder / "page.md").read_text() == text
 
 
 def test_what_is_equal_is_said_with_the_reason_why_the_rest_is_not(script: Any) -> None:
