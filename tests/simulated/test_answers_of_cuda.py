@@ -75,7 +75,7 @@ def test_a_kernel_for_cuda_takes_the_place_of_torchs_own_as_long_as_its_library_
     assert ones(1).sin().item() == pytest.approx(0.8415, abs=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # a FutureWarning since torch 2.14
 def test_a_scripted_module_moves() -> None:
     module = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     weight = module.state_dict()["0.weight"].clone()

@@ -107,6 +107,24 @@ def test_the_type_of_devices_is_touched_by_the_runner_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_torch_that_was_built_for_cuda_keeps_its_version() -> None:
+    """It said 12.8, and torchvision, which was built for 13.0 as torch was, did not let itself be imported."""
+    program = """
+        import torch
+        import torchstrategy.testing
+        from torchstrategy.testing._runner.deep_alias import deep_alias
+        torchstrategy.testing.simulate_devices(2)
+        built_for = torch.version.cuda
+        for version in built_for, None, "13.0":
+            torch.version.cuda = version
+            with deep_alias():
+                assert torch.version.cuda == (version or "12.8")
+            assert torch.version.cuda == version
+    """
+    done = python("-W", "ignore", "-c", textwrap.dedent(program), **NO_ACCELERATOR)
+    assert done.returncode == 0, done.stderr
+
+
 def test_functions_of_torch_that_ask_for_devices_run(tmp_path: Path) -> None:
     program = """
         import torch

@@ -163,7 +163,7 @@ def _exchange() -> list[tuple[Any, str, bool, Any]]:
         (torch.UntypedStorage, "is_cuda", property(_is_cuda)),
         (torch, "get_device_module", get_device_module),
         (torch.backends.cuda, "is_built", lambda: True),
-        (torch.version, "cuda", "12.8"),
+        (torch.version, "cuda", torch.version.cuda or "12.8"),  # torchvision compares it with what it was built for
         (torch.backends.cudnn, "is_available", lambda: True),
         (torch.backends.cudnn, "version", lambda: 91002),
         (torch.backends.cudnn, "is_acceptable", lambda tensor: False),  # torch itself asks: no kernel of cuDNN runs
