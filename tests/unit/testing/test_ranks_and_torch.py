@@ -256,6 +256,26 @@ def test_hooks_for_every_module_are_those_of_the_rank_that_registers_them() -> N
         callers.remove()
 
 
+def test_ranks_hand_over_in_a_transform() -> None:
+    """What a rank has of its own was compared inside `torch.func.grad`, where a tensor has no memory to look at."""
+
+    def main(rank: int) -> list[float]:
+        dist.init_process_group("gloo")
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            dist.barrier()
+            return (x * x * (rank + 1)).sum()
+
+        x = torch.ones(2)
+        values: list[float] = (
+            (torch.func.grad(loss) if rank else torch.func.jacrev(torch.func.grad(loss)))(x).flatten().tolist()
+        )
+        return values
+
+    results, _ = run_ranks(main, 2)
+    assert results == [[2, 0, 0, 2], [4, 4]]
+
+
 def test_meshes_are_marked_and_torch_compares_the_marks() -> None:
     def main(rank: int) -> DeviceMesh:
         dist.init_process_group("gloo")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib._bootstrap as _bootstrap
 import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -377,6 +380,28 @@ def test_what_a_rank_raises_comes_out_and_the_others_are_told() -> None:
     )
     assert set(told) == {0, 2} and told[0] == told[2]
     assert "  rank 1 has failed: ZeroDivisionError: rank 1 divides" in told[0]
+
+
+def test_a_module_that_waits_for_other_ranks_while_it_is_imported_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank waited for Python's lock of the module, which the first one held in its barrier: for ever."""
+    (tmp_path / "meets.py").write_text("import torch.distributed as dist\ndist.barrier()\n")
+    (tmp_path / "imports_it.py").write_text("import meets\n")  # the lock may be that of a module further inside
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def main(rank: int) -> None:
+        begin()
+        importlib.import_module("imports_it")
+
+    acquire = _bootstrap._ModuleLock.acquire
+    with pytest.raises(RanksStopped) as caught:
+        run_ranks(main, 2)
+    first, second = str(caught.value).splitlines()[1:]
+    assert first == "  rank 0 waits in barrier #1 (meets.py:2) for rank 1"
+    assert second.startswith("  rank 1 imports imports_it, which another rank has begun to import. Ranks share modules")
+    assert _bootstrap._ModuleLock.acquire is acquire
+    assert not {"meets", "imports_it"} & sys.modules.keys()
 
 
 def test_an_exit_status_is_an_error_of_its_rank_and_none_is_an_end() -> None:

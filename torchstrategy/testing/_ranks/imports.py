@@ -1,8 +1,9 @@
-"""What modules say of loggers and warnings while they are imported: it happens once, and holds for all ranks."""
+"""Ranks share modules: what a module says of loggers and warnings while it is imported holds for all of them."""
 
 from __future__ import annotations
 
 import functools
+import importlib._bootstrap
 import logging
 import sys
 import warnings
@@ -11,16 +12,23 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, final
 
+from torchstrategy.testing._ranks.turns import Turns, Wait
 from torchstrategy.testing._simulation.replacing import replacing
 
+_ModuleLock: Any = importlib._bootstrap._ModuleLock  # type: ignore[attr-defined]
 _IMPORTING = "<frozen importlib._bootstrap>"  # the file of the frames in which a module is imported
 
 
 @final
 class Imports:
-    """The calls of modules that were imported in a run. A rank that comes later repeats them on what it has itself."""
+    """The calls of modules that were imported in a run. A rank that comes later repeats them on what it has itself.
 
-    def __init__(self) -> None:
+    Args:
+        turns: Of the ranks. One that waits while it imports a module keeps Python's lock of this module.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
         self._calls: list[Callable[[], Any]] = []
 
     def __len__(self) -> int:
@@ -32,14 +40,15 @@ class Imports:
             call()
 
     def noted(self) -> AbstractContextManager[None]:
-        """A block in which such calls are noted."""
+        """A block in which such calls are noted, and no rank waits for a module that another one is importing."""
         places: list[tuple[Any, str]] = [
             (logging.Logger, "addHandler"),
             (logging.Logger, "setLevel"),
             (warnings, "_add_filter"),  # through which all functions of `warnings` add a filter
         ]
         there = [(owner, name) for owner, name in places if hasattr(owner, name)]
-        return replacing([(owner, name, self._noting(getattr(owner, name))) for owner, name in there])
+        noting = [(owner, name, self._noting(getattr(owner, name))) for owner, name in there]
+        return replacing([*noting, (_ModuleLock, "acquire", self._acquiring(_ModuleLock.acquire))])
 
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -50,6 +59,30 @@ class Imports:
             return result
 
         return noting
+
+    def _acquiring(self, acquire: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(acquire)
+        def acquiring(lock: Any) -> Any:
+            if lock.owner is not None:
+                self._turns.refuse_to_wait_for_thread(lock.owner, _Import(lock.name))
+            return acquire(lock)
+
+        return acquiring
+
+
+@final
+class _Import(Wait):
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def is_over(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        return (
+            f"imports {self._module}, which another rank has begun to import. Ranks share modules, so call collectives "
+            "in functions, and not while a module is imported"
+        )
 
 
 def _is_importing() -> bool:

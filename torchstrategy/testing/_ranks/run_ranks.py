@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar, final
 
@@ -29,6 +30,7 @@ from torchstrategy.testing._ranks.torch_internals import (
     groups_made_by,
     isolate_threads,
     meshes_marked_by,
+    outside_of_transforms,
 )
 from torchstrategy.testing._ranks.turns import RanksStopped, Turns
 from torchstrategy.testing._ranks.world import World, current_rank, current_world, settle_here
@@ -134,7 +136,7 @@ class _Run:
         self.world = World(n, self._turns, self._visits.came_to, record)
         # torch's C++ does not keep a store of Python alive.
         self._stores = [RankStore(self.world, rank) for rank in range(n)]
-        self._imports, self._profiler = Imports(), OneProfiler()
+        self._imports, self._profiler = Imports(self._turns), OneProfiler()
         self._mine = Belongings(self._imports)
         self._belongings = [self._mine.begin_process(_environment(rank, n)) for rank in range(n)]
         self._taken_off: Belongings | None = None  # what the process still has, between the turns of two ranks
@@ -246,11 +248,11 @@ class _Run:
 
     def _enter(self, rank: int) -> None:
         over, self._taken_off = self._taken_off, None
-        with unwatched(), unseen_by_function_modes(), without_dispatch_modes():
+        with _outside_of_the_program():
             self._belongings[rank].put_on(over)
 
     def _leave(self, rank: int) -> None:
-        with unwatched(), unseen_by_function_modes(), without_dispatch_modes():
+        with _outside_of_the_program():
             self._belongings[rank].take_off()
         self._taken_off = self._belongings[rank]
 
@@ -271,6 +273,13 @@ class _Run:
                 "Leave both away, or give it the rank with which run_ranks calls the program, and the number of ranks."
             )
         return mine, self._n
+
+
+@contextmanager
+def _outside_of_the_program() -> Iterator[None]:
+    """A block whose operators neither the modes nor the transforms see in which the rank of this thread is."""
+    with unwatched(), unseen_by_function_modes(), without_dispatch_modes(), outside_of_transforms():
+        yield
 
 
 _marks = count(1)

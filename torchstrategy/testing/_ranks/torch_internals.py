@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._functorch import pyfunctorch
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,6 +30,8 @@ _c10d: Any = torch._C._distributed_c10d
 isolate_threads: Callable[[bool], None] = _c10d._set_thread_isolation_mode
 _dist: Any = dist
 Store: Any = _dist.Store  # type checkers do not know it
+# A block outside of the transforms of `torch.func` in which this thread is: tensors there are not their wrappers.
+outside_of_transforms: Callable[[], AbstractContextManager[Any]] = pyfunctorch.temporarily_clear_interpreter_stack
 
 _TIMEOUT = timedelta(minutes=30)  # torch asks for one; nothing here waits for a clock
 

@@ -157,6 +157,27 @@ class Turns:
         if self._why_stopped is not None:
             raise RanksStopped(self._why_stopped)
 
+    def refuse_to_wait_for_thread(self, thread: int, wait: Wait) -> None:
+        """Stops the run if the rank whose turn it is would wait for another rank outside of `wait`.
+
+        That rank could not go on before this one hands over, which it never would.
+
+        Args:
+            thread: For which this thread would wait.
+            wait: What it would wait for.
+
+        Raises:
+            RanksStopped: If this thread and the other one are ranks.
+        """
+        ranks = {state.thread: rank for rank, state in self._ranks.items() if state.ended is None}
+        mine, other = ranks.get(threading.get_ident()), ranks.get(thread)
+        if mine is None or other is None or mine == other:
+            return
+        self._ranks[mine].wait = wait
+        self.stop(f"No rank can go on:\n{self.situation()}")
+        self._ranks[mine].wait = None
+        self.check(mine)
+
     def stop(self, why: str) -> None:
         """Lets all ranks that wait raise an error when their turn comes, and all others when they next wait."""
         if self._why_stopped is None:
