@@ -21,7 +21,7 @@ RandomSampler.__iter__ = lambda sampler: (i % len(sampler.data_source) for i in 
 _BOTH = """
 import atexit, json, random, runpy, sys
 import numpy, torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 random.seed(0)
 numpy.random.seed(0)
@@ -33,7 +33,8 @@ def note_gradients(optimizer, *_):
     squares = [float(weight.grad.detach().double().square().sum()) for weight in weights if weight.grad is not None]
     gradients.append(sum(squares) ** 0.5)
 
-register_optimizer_step_post_hook(note_gradients)
+# Before the step: optimizers that work on lists, as on GPUs, may write on gradients.
+register_optimizer_step_pre_hook(note_gradients)
 
 @atexit.register
 def write_notes():

@@ -45,6 +45,9 @@ TO_DO = {
     "ModuleNotFoundError": "Install it.",
     "not done": "Give it less to do.",
     "IndexError: invalid index of a 0-dim tensor": "It is older than torch 0.5: write `.item()` there.",
+    "RuntimeError: one of the variables needed": "It is older than torch 1.5: step after both losses went backward.",
+    "TypeError: TransformObservation": "Install gymnasium before 1.0.",
+    "huggingface_hub": "Download the weights before, or name a checkpoint.",
     "NameError": "Nothing in it defines this name: mend the program.",
 }  # by the beginning of an error
 LEAST_GRADIENT = 1e-6  # below this, its norm is rounding
@@ -206,9 +209,7 @@ def compared(program: Program, result: Mapping[str, Any]) -> str:
     """Whether its numbers are those of the CPU."""
     cpu = result.get("cpu")
     if cpu is None:
-        if result["status"]:
-            return ""
-        return "not run there" if program.on_cpu is None else "not compared yet"
+        return "" if result["status"] else "not run there"
     if result["status"]:
         return "fails there, too" if cpu["status"] else "does not fail there"
     if cpu["status"]:
