@@ -8,12 +8,14 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.rpc as rpc
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -325,6 +327,26 @@ def a_whole_tensor_on_the_first_rank_only(rank: int) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     if rank == 0:
         model.weight.full_tensor()  # type: ignore[attr-defined]
+
+
+@fault(2, "all_reduce #1 of 2 float32, bor (@) cannot be computed: ")
+def numbers_that_have_no_bits(rank: int) -> None:
+    """The last rank to come was told; the others waited for nobody."""
+    begin()
+    dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BOR)
+
+
+@fault(2, "Ranks 0 and 1 have called what does not fit together; their sizes differ")
+def an_error_that_is_swallowed(rank: int) -> None:
+    """The end of the run spoke of a collective that nobody had waited for."""
+    begin()
+    with suppress(RuntimeError):
+        dist.all_reduce(torch.ones(2 + rank))
+
+
+@fault(2, "init_rpc was called in a rank. torch.distributed.rpc has one agent for a process")
+def calls_of_functions_elsewhere(rank: int) -> None:
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
 
 
 @fault(2, "rank 0 called a collective on thread 'mine', which it started")

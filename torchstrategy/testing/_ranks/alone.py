@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchstrategy.testing._ranks.groups import RankGroup
 from torchstrategy.testing._ranks.orders import order_of_ranks
 from torchstrategy.testing._ranks.record import RankRecord
-from torchstrategy.testing._ranks.store import RankStore
+from torchstrategy.testing._ranks.store import STORES, RankStore
 from torchstrategy.testing._ranks.torch_internals import groups_made_by
 from torchstrategy.testing._ranks.turns import Turns
 from torchstrategy.testing._ranks.world import World, current_world, settle_here
@@ -70,7 +70,7 @@ class _Alone:
             group: dist.ProcessGroup = RankGroup(world, 0, [0], name, is_whole=not ranks)
             return group
 
-        self._block.enter_context(groups_made_by(make, lambda: store, lambda rank, size: (0, 1)))
+        self._block.enter_context(groups_made_by(make, lambda: store, STORES, lambda rank, size: (0, 1)))
         self._block.callback(_leave)
         settle_here(world, 0)
         self._world = world

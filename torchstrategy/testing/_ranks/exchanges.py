@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 
+from torchstrategy._base.errors import described
 from torchstrategy.testing._ranks.happened import Happened, Moment
 from torchstrategy.testing._ranks.lines import is_called_by_torch
 from torchstrategy.testing._ranks.moments import Moments, device_of, met
@@ -138,8 +139,13 @@ class Exchange:
 
     def _settle(self) -> None:
         calls = [self.calls[rank] for rank in self.ranks]
-        with _not_the_programs():
-            results = calls[0].settle([call.given for call in calls])
+        try:
+            with _not_the_programs():
+                results = calls[0].settle([call.given for call in calls])
+        except (RuntimeError, TypeError) as error:  # torch's own: no rank gets anything
+            raise UnlikeCalls(
+                f"{self.at(self.ranks[0])} cannot be computed: {described(error)}\n{self._all_calls()}"
+            ) from error
         for rank, call, values in zip(self.ranks, calls, results, strict=True):
             for tensor, value in zip(call.gets, values, strict=bool(call.gets)):
                 if tensor.numel() != value.numel() or tensor.dtype != value.dtype:

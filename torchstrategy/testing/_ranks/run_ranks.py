@@ -24,7 +24,7 @@ from torchstrategy.testing._ranks.orders import Order, order_of_ranks
 from torchstrategy.testing._ranks.profilers import OneProfiler
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._ranks.signals import OwnSignals
-from torchstrategy.testing._ranks.store import RankStore
+from torchstrategy.testing._ranks.store import STORES, RankStore
 from torchstrategy.testing._ranks.torch_internals import (
     forget_meshes,
     groups_made_by,
@@ -152,7 +152,7 @@ class _Run:
         isolate_threads(True)
         try:
             with (
-                groups_made_by(self._make_group, self._make_store, self._rank_and_size),
+                groups_made_by(self._make_group, self._make_store, STORES, self._rank_and_size),
                 meshes_marked_by(lambda: self._marks[self._turns.running]),
                 self._imports.noted(),
                 self._profiler.guarded(),
@@ -223,6 +223,7 @@ class _Run:
             self._one_gone.acquire(timeout=0.1)
 
     def _check_waits(self, rank: int) -> None:
+        self._turns.check(rank)  # the program may have caught the error by which it was told
         if forgotten := self.world.never_waited_for(rank):
             raise RuntimeError(
                 f"rank {rank} has ended, and never waited for {forgotten[0]}: its tensors hold nothing of use. Call "

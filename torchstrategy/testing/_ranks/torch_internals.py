@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -331,6 +331,7 @@ def forget_fake_results() -> None:
 def groups_made_by(
     make: Callable[[str, list[int]], dist.ProcessGroup],
     store_of: Callable[[], Any],
+    stores: Mapping[str, type[Any]],
     ranks: Callable[[int, int], tuple[int, int]],
 ) -> Iterator[None]:
     """A block in which `torch.distributed` asks `make` for every process group, whatever backend a program names.
@@ -340,6 +341,7 @@ def groups_made_by(
     Args:
         make: Gets the name of a group and the ranks in it, none for the group of all.
         store_of: What a program that gives no store finds in its place.
+        stores: The classes that it makes stores of, by torch's names.
         ranks: Gets the rank and the number of ranks that a program names, -1 for what it does not; returns true ones.
     """
     dist.Backend.register_backend(
@@ -377,11 +379,13 @@ def groups_made_by(
         (c10d, "_get_object_coll_device", _keep_objects_here(c10d._get_object_coll_device)),
         (c10d, "_get_default_timeout", lambda backend: _TIMEOUT),  # torch's warns where it has no NCCL
         (torch.cuda.nccl, "version", lambda: _NCCL),
-        *[(owner, name, lambda *args, **options: store_of()) for owner, name in _STORES],
+        *[(module, name, kind) for name, kind in stores.items() for module in _MAKING_STORES],
         (_DDP, "_get_ddp_logging_data", _name_the_backend(_DDP._get_ddp_logging_data)),
         (Join, "notify_join_context", staticmethod(_keep_works(Join.notify_join_context))),
         (_GROUPS, "WORLD", property(_read_default_group, _GROUPS.WORLD.fset)),
     ]
+    if dist.rpc.is_available():
+        in_place.append((dist.rpc, "init_rpc", _refuse_rpc))
     if hasattr(c10d, _RECORDER):
         in_place.append((c10d, _RECORDER, lambda *args: None))
     try:
@@ -392,12 +396,15 @@ def groups_made_by(
         del plugins[_BACKEND.upper()]  # it holds all of the run
 
 
-# What makes stores. `dist.rendezvous` is a function, and its module makes some, too.
-_STORES: list[tuple[Any, str]] = [
-    (module, name)
-    for module in (dist, sys.modules["torch.distributed.rendezvous"])
-    for name in ("TCPStore", "FileStore")
-]
+def _refuse_rpc(*args: Any, **options: Any) -> None:
+    raise RuntimeError(
+        "init_rpc was called in a rank. torch.distributed.rpc has one agent for a process, and ranks share one: start "
+        "this program with torchrun, in processes."
+    )
+
+
+# `dist.rendezvous` is a function, and its module makes some stores, too.
+_MAKING_STORES = (dist, sys.modules["torch.distributed.rendezvous"])
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 
 

@@ -11,7 +11,15 @@ from torchstrategy.testing._ranks.orders import Order
 
 
 class Wait(ABC):
-    """What a rank waits for."""
+    """What a rank waits for.
+
+    Attributes:
+        timeout: The seconds after which the program goes on without it. None: it never does.
+        is_late: Whether they have passed. Nothing here waits for a clock: they pass where no rank can go on.
+    """
+
+    timeout: float | None = None
+    is_late = False
 
     @abstractmethod
     def is_over(self) -> bool:
@@ -207,12 +215,22 @@ class Turns:
 
     def _pass_on(self) -> None:
         following = self._choose()
+        if following is None and self._let_time_pass():
+            following = self._choose()
         if following is None and any(state.ended is None for state in self._ranks.values()):
             self.stop(f"No rank can go on:\n{self.situation()}")
             following = self._choose()
         if following is not None:
             self.running = following
             self._ranks[following].may_run.release()
+
+    def _let_time_pass(self) -> bool:
+        """Whether the time of a wait has passed now, of which the shortest."""
+        waits = [state.wait for state in self._ranks.values() if state.ended is None and state.wait is not None]
+        limits = [(wait.timeout, wait) for wait in waits if wait.timeout is not None]
+        if limits:
+            min(limits, key=lambda limit: limit[0])[1].is_late = True
+        return bool(limits)
 
     def _choose(self) -> int | None:
         able = [rank for rank in self._ranks if self._can_go_on(rank)]
@@ -223,4 +241,4 @@ class Turns:
         state = self._ranks[rank]
         if state.ended is not None:
             return False
-        return self._why_stopped is not None or state.wait is None or state.wait.is_over()
+        return self._why_stopped is not None or state.wait is None or state.wait.is_late or state.wait.is_over()

@@ -19,6 +19,20 @@ from torchstrategy.testing._ranks.witnesses import work_witnesses
 
 
 @final
+class Notes:
+    """What the ranks keep in one store.
+
+    Attributes:
+        values: The value of each key.
+        queues: The values that were pushed to each key, and not popped yet.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.queues: dict[str, deque[bytes]] = {}
+
+
+@final
 class World:
     """One run of `run_ranks`.
 
@@ -33,7 +47,7 @@ class World:
         self.size, self.turns, self.came_to = size, turns, came_to
         self.record = record
         self.happened = Happened(size)
-        self.stored: dict[str, bytes] = {}  # what the ranks keep in `torch.distributed`'s store
+        self.stores: dict[str, Notes] = {}  # of `torch.distributed`, by what each is called
         self._open: dict[Hashable, Exchange] = {}
         self._posted: dict[Hashable, deque[Exchange]] = {}  # messages without a receiver, by its address
         self._swaps = Swaps()
