@@ -21,7 +21,10 @@ import torch
 
 RECORD = Path(__file__).with_suffix(".txt")
 # The files that may use private names of torch, in the package.
-FILES = [f"{room}/torch_internals.py" for room in ("_base", "testing/_ranks", "testing/_simulation")]
+FILES = [
+    *[f"{room}/torch_internals.py" for room in ("_base", "testing/_ranks", "testing/_simulation")],
+    "testing/_ranks/torch_settings.py",
+]
 
 # Names that some of the versions lack, each with the reason why the package does without.
 # `_ranks/torch_internals.py` keeps apart those variables of a process that a torch has.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy.testing import run_ranks
-from torchstrategy.testing._ranks.torch_internals import put_settings, take_settings
+from torchstrategy.testing._ranks.torch_settings import put_settings, take_settings
 
 python: Any = sys
 

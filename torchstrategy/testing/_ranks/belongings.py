@@ -18,13 +18,12 @@ from torchstrategy.testing._ranks.part import Part, never_same
 from torchstrategy.testing._ranks.torch_internals import (
     forget_fake_results,
     put_module_hooks,
-    put_settings,
     put_variables,
     take_module_hooks,
-    take_settings,
     take_variables,
     variables_of_a_new_process,
 )
+from torchstrategy.testing._ranks.torch_settings import put_settings, take_settings
 from torchstrategy.testing._simulation.generators import default_generators
 
 
