@@ -17,11 +17,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrategy.testing import run_ranks
-from torchstrategy.testing._ranks.torch_settings import put_settings, take_settings
+from torchstrategy.testing._ranks.torch_settings import NAMES, put_settings, take_settings
 
 python: Any = sys
+private: Any = torch._C
+modules: Any = torch.nn.modules.module
+sharing: Any = torch.multiprocessing
+frozen: Any = torch.backends.flags_frozen
 
 
 def _set_print(rank: int) -> Callable[[], Any]:
@@ -144,6 +151,142 @@ def _set_attention(rank: int) -> Callable[[], Any]:
     return lambda: int(not torch.backends.cuda.flash_sdp_enabled())
 
 
+def _set_parametrizations(rank: int) -> Callable[[], Any]:
+    """A block of one rank used to keep the weights of the other, which had the numbers of an earlier step."""
+    parametrize: Any = torch.nn.utils.parametrize
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    parametrize.register_parametrization(model, "weight", nn.ReLU())
+    block = parametrize.cached()
+    if rank == 0:
+        block.__enter__()
+
+    def ask() -> int:
+        assert block is not None  # it ends when nobody holds it
+        with torch.no_grad():
+            model.weight  # kept in rank 0 alone  # noqa: B018
+            model.parametrizations.weight.original.fill_(1.0)
+        return int(model.weight.item())
+
+    return ask
+
+
+def _set_hooks_of_registrations(rank: int) -> Callable[[], Any]:
+    called: list[int] = []
+    for register in (
+        modules.register_module_parameter_registration_hook,
+        modules.register_module_buffer_registration_hook,
+        modules.register_module_module_registration_hook,
+    ):
+        register(lambda *_: called.append(rank))
+
+    def ask() -> int:
+        called.clear()
+        nn.Sequential(nn.BatchNorm1d(1))
+        assert len(called) == 6 and set(called) == {rank}
+        return called[0]
+
+    return ask
+
+
+def _set_hooks_of_optimizers(rank: int) -> Callable[[], Any]:
+    called: list[int] = []
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        register(lambda *_: called.append(rank))
+
+    def ask() -> int:
+        called.clear()
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+        assert len(called) == 2 and set(called) == {rank}
+        return called[0]
+
+    return ask
+
+
+def _set_checkpointing(rank: int) -> Callable[[], Any]:
+    names: Any = torch.utils.checkpoint
+    blocks = [names.set_checkpoint_early_stop(not rank), names.set_checkpoint_debug_enabled(bool(rank))]
+    for block in blocks:  # they end when nobody holds them
+        block.__enter__()
+    return lambda: int(len(blocks) == 2 and not names._enable_checkpoint_early_stop and names._checkpoint_debug_enabled)
+
+
+def _set_kernels(rank: int) -> Callable[[], Any]:
+    backends: Any = torch.backends
+    backends.mha.set_fastpath_enabled(not rank)
+    backends.nnpack.set_flags(not rank)
+    backends.quantized.engine = "onednn" if rank else "x86"
+    backends.opt_einsum.strategy = "greedy" if rank else "optimal"
+    backends.cudnn.benchmark_limit = rank
+    backends.miopen.immediate = bool(rank)
+
+    def ask() -> int:
+        assert backends.opt_einsum.strategy == ("greedy" if rank else "optimal")
+        assert backends.mha.get_fastpath_enabled() is not backends.miopen.immediate
+        assert backends.quantized.engine == ("onednn" if rank else "x86")
+        assert private._get_nnpack_enabled() is not bool(rank)
+        return int(backends.cudnn.benchmark_limit)
+
+    return ask
+
+
+def _set_lock(rank: int) -> Callable[[], Any]:
+    frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True  # torch's own tests lock it
+    if rank:
+        torch.backends.disable_global_flags()
+    return lambda: int(frozen())
+
+
+def _set_checks(rank: int) -> Callable[[], Any]:
+    check, distribution = torch.sparse.check_sparse_tensor_invariants, torch.distributions.Distribution
+    check.enable() if rank else check.disable()
+    distribution.set_default_validate_args(bool(rank))
+    return lambda: int(check.is_enabled() and distribution._validate_args)
+
+
+def _set_compilers(rank: int) -> Callable[[], Any]:
+    torch.compiler.set_stance("force_eager" if rank else "default")
+    private._jit_set_texpr_fuser_enabled(not rank)
+    torch.jit.enable_onednn_fusion(bool(rank))
+    private._functorch._set_vmap_fallback_enabled(not rank)
+
+    def ask() -> int:
+        assert private._jit_texpr_fuser_enabled() is private._functorch._is_vmap_fallback_enabled() is (rank == 0)
+        assert torch.jit.onednn_fusion_enabled() is bool(rank)
+        stance: Any = sys.modules["torch._dynamo.eval_frame"]
+        return int(stance._stance.stance == "force_eager")
+
+    return ask
+
+
+def _set_conversions(rank: int) -> Callable[[], Any]:
+    future: Any = sys.modules["torch.__future__"]
+    future.set_overwrite_module_params_on_conversion(bool(rank))
+    future.set_swap_module_params_on_conversion(bool(rank))
+    get_both = future.get_overwrite_module_params_on_conversion, future.get_swap_module_params_on_conversion
+    return lambda: int(all(get() for get in get_both))
+
+
+def _set_files(rank: int) -> Callable[[], Any]:
+    torch.hub.set_dir(f"models of {rank}")
+    sharing.set_sharing_strategy("file_system" if rank else "file_descriptor")
+    if rank:
+        torch.serialization.add_safe_globals([_OfAFile])
+        torch.serialization.register_package(rank, lambda storage: None, lambda storage, location: None)
+
+    def ask() -> int:
+        assert torch.hub.get_dir() == f"models of {rank}"
+        assert (_OfAFile in torch.serialization.get_safe_globals()) is bool(rank)
+        return int(sharing.get_sharing_strategy() == "file_system")
+
+    return ask
+
+
+class _OfAFile:
+    pass
+
+
 def _set_debug_level(rank: int) -> Callable[[], Any]:
     names: Any = dist
     names.set_debug_level(names.DebugLevel.INFO if rank else names.DebugLevel.OFF)
@@ -177,7 +320,7 @@ def _seen() -> list[Any]:
     of_warnings = warnings.showwarning, warnings.filters, list(warnings.filters)
     loggers = {name: list(logging.getLogger(name).handlers) for name in ("of.a.rank", "root", "torch")}
     of_loggers = loggers, logging.getLogger("of.a.rank").level, logging.root.manager.disable
-    of_torch = take_settings()
+    of_torch = take_settings(), [getattr(owner, name) for owner, name in NAMES]
     here = os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)
     return [*names, *of_warnings, *of_loggers, of_torch, *here]
 

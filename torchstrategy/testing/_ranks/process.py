@@ -10,10 +10,9 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
-from torchstrategy.testing._ranks.part import Part, are_same_objects
+from torchstrategy.testing._ranks.part import Part, part_of_names
 
 # Attributes of modules. Where this version of Python lacks one, nothing is kept.
 _NAMES: list[tuple[Any, str]] = [
@@ -25,7 +24,6 @@ _NAMES: list[tuple[Any, str]] = [
     *[(logging, name) for name in ("lastResort", "raiseExceptions", "_warnings_showwarning")],
 ]
 _NAMES = [(owner, name) for owner, name in _NAMES if hasattr(owner, name)]
-_LISTS = ("argv", "filters")  # programs write into them
 
 
 def take_builtins() -> dict[str, Any]:
@@ -43,19 +41,6 @@ def put_back_builtins(names: dict[str, Any]) -> None:
 
 def _have_the_same_objects(some: dict[str, Any], others: dict[str, Any]) -> bool:
     return some.keys() == others.keys() and all(others[name] is value for name, value in some.items())
-
-
-def _take_names() -> list[Any]:
-    return [getattr(owner, name) for owner, name in _NAMES]
-
-
-def _put_names(values: Sequence[Any]) -> None:
-    for (owner, name), value in zip(_NAMES, values, strict=True):
-        setattr(owner, name, value)
-
-
-def _begin_names(values: Sequence[Any]) -> list[Any]:
-    return [list(value) if name in _LISTS else value for (_, name), value in zip(_NAMES, values, strict=True)]
 
 
 # What programs set on a logger: level, `propagate`, `disabled`, handlers, filters. A process has hundreds of loggers.
@@ -139,7 +124,7 @@ ENVIRONMENT = Part(_take_environment, _put_environment)
 PARTS = [
     ENVIRONMENT,
     Part(take_builtins, put_back_builtins, _have_the_same_objects),
-    Part(_take_names, _put_names, are_same_objects, _begin_names),
+    part_of_names(_NAMES),
     Part(_take_loggers, _put_loggers),
     Part(lambda: logging.root.manager.disable, logging.disable),
     Part(gc.isenabled, _put_collector),

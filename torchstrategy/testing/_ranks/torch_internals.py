@@ -6,6 +6,7 @@ test for each. Settings of torch are in `torch_settings.py`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -41,13 +42,14 @@ class _Variable:
         module: The module that has it. It may be imported in the middle of a run.
         path: Where it is there: `name`, or `Class.name`.
         make: What it holds in a process that has just imported the module.
-        is_extended: Whether libraries add to it when they are imported. Then a rank begins with a copy of it.
+        is_inherited: Whether it is set by libraries that are imported, or by who starts the ranks. Then a rank begins
+            with a copy of it.
     """
 
     module: str
     path: str
     make: Callable[[], Any]
-    is_extended: bool = False
+    is_inherited: bool = False
 
     def find_owner(self) -> Any:
         """The module, class or object that has it; None if there is none yet, or this version of torch has none."""
@@ -89,6 +91,10 @@ def _make_handlers() -> Any:
     return type(dispatcher)()._custom_op_handlers
 
 
+def _make_stance() -> Any:
+    return sys.modules["torch._dynamo.eval_frame"].DynamoStance()
+
+
 # `tests/unit/testing/test_ranks_and_torch.py` looks for others: for caches and variables in all of `torch.distributed`.
 _OF_A_PROCESS = [
     # The process groups.
@@ -126,6 +132,8 @@ _OF_A_PROCESS = [
     _Variable("torch.distributed.fsdp._fully_shard._fsdp_param", "_orig_param_uid_counter", count),
     _Variable("torch.distributed.fsdp._fully_shard._fully_shard", "_enable_fsdp_module_new_init", lambda: True),
     _Variable("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", _nothing),
+    # What `torch.compiler.set_stance` sets.
+    _Variable("torch._dynamo.eval_frame", "_stance", _make_stance, True),
 ]
 _variables = _Variables(_OF_A_PROCESS)
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
@@ -136,7 +144,7 @@ def variables_of_a_new_process() -> dict[str, Any]:
     """What `put_variables` gives `torch.distributed` for a rank that has not run yet."""
     new: dict[str, Any] = {}
     for owner, name, variable in _variables.present():
-        new[variable.path] = dict(getattr(owner, name)) if variable.is_extended else variable.make()
+        new[variable.path] = copy.copy(getattr(owner, name)) if variable.is_inherited else variable.make()
     return new
 
 
@@ -154,8 +162,10 @@ def put_variables(values: dict[str, Any]) -> None:
         setattr(owner, name, values[variable.path] if variable.path in values else variable.make())
 
 
-# The tables of hooks that torch calls for every module. Others hold them, so ranks take turns with what is in them.
+# The tables of hooks that torch calls for every module, for each part that a module gets, and for every optimizer.
+# Others hold them, so ranks take turns with what is in them.
 _MODULES: Any = torch.nn.modules.module
+_OPTIMIZERS: Any = sys.modules["torch.optim.optimizer"]
 _HOOKS: list[dict[int, Any]] = [
     _MODULES._global_forward_pre_hooks,
     _MODULES._global_forward_hooks,
@@ -163,17 +173,22 @@ _HOOKS: list[dict[int, Any]] = [
     _MODULES._global_forward_hooks_with_kwargs,
     _MODULES._global_backward_pre_hooks,
     _MODULES._global_backward_hooks,
+    _MODULES._global_module_registration_hooks,
+    _MODULES._global_parameter_registration_hooks,
+    _MODULES._global_buffer_registration_hooks,
+    _OPTIMIZERS._global_optimizer_pre_hooks,
+    _OPTIMIZERS._global_optimizer_post_hooks,
 ]
 _Hooks = tuple[list[dict[int, Any]], bool | None]
 
 
-def take_module_hooks() -> _Hooks:
-    """The hooks for every module that there are now, and of which kind those of backward are."""
+def take_hooks() -> _Hooks:
+    """The hooks for all modules and optimizers that there are now, and of which kind those of backward are."""
     return [dict(table) for table in _HOOKS], _MODULES._global_is_full_backward_hook
 
 
-def put_module_hooks(hooks: _Hooks) -> None:
-    """Makes the hooks for every module those that `take_module_hooks` returned."""
+def put_hooks(hooks: _Hooks) -> None:
+    """Makes the hooks for all modules and optimizers those that `take_hooks` returned."""
     tables, _MODULES._global_is_full_backward_hook = hooks
     for table, content in zip(_HOOKS, tables, strict=True):
         if table or content:

@@ -6,11 +6,13 @@ When torch moves one of them, this file changes and no other does. The tests are
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 _C: Any = torch._C
 _dist: Any = dist  # type checkers do not know all of it
@@ -42,6 +44,30 @@ def _older(ask: Callable[[], Any], put: Callable[[Any], Any]) -> _Setting:
 
 
 _print_options: Any = torch._tensor_str.PRINT_OPTS
+
+_flags_frozen: Any = torch.backends.flags_frozen
+_EINSUM: Any = sys.modules["torch.backends.opt_einsum"]
+# What programs set on modules that stand for others, where torch has no property: it is an attribute then.
+_PLAIN: list[tuple[dict[str, Any], str]] = [
+    *[(vars(module), name) for module in (_EINSUM, _EINSUM.m) for name in ("enabled", "strategy")],
+    (vars(torch.backends.cudnn), "benchmark_limit"),
+    # What `disable_global_flags` sets. `torch.backends` stands for another module, too.
+    (_flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag"),
+]
+_ABSENT = object()
+
+
+def _take_plain() -> list[Any]:
+    return [names.get(name, _ABSENT) for names, name in _PLAIN]
+
+
+def _put_plain(values: list[Any]) -> None:
+    for (names, name), value in zip(_PLAIN, values, strict=True):
+        if value is not _ABSENT:
+            names[name] = value
+        else:
+            names.pop(name, None)
+
 
 _SETTINGS: list[_Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -77,8 +103,21 @@ _SETTINGS: list[_Setting] = [
         _C._get_cublas_allow_bf16_reduced_precision_reduction,
         lambda both: _C._set_cublas_allow_bf16_reduced_precision_reduction(*both),
     ),
+    (_C._get_cpu_allow_fp16_reduced_precision_reduction, _C._set_cpu_allow_fp16_reduced_precision_reduction),
     (_C._get_linalg_preferred_backend, _C._set_linalg_preferred_backend),
     (_C._get_blas_preferred_backend, _C._set_blas_preferred_backend),
+    (_C._get_rocm_fa_preferred_backend, _C._set_rocm_fa_preferred_backend),
+    (_C._get_miopen_immediate, _C._set_miopen_immediate),
+    (_C._get_nnpack_enabled, _C._set_nnpack_enabled),
+    (_C._get_qengine, _C._set_qengine),
+    (_C._check_sparse_tensor_invariants, _C._set_check_sparse_tensor_invariants),
+    (_C._functorch._is_vmap_fallback_enabled, _C._functorch._set_vmap_fallback_enabled),
+    (_C._jit_texpr_fuser_enabled, _C._jit_set_texpr_fuser_enabled),
+    (_C._jit_llga_enabled, _C._jit_set_llga_enabled),
+    (_C._get_graph_executor_optimize, _C._set_graph_executor_optimize),
+    (_C._get_backcompat_broadcast_warn, _C._set_backcompat_broadcast_warn),
+    (_C._get_backcompat_keepdim_warn, _C._set_backcompat_keepdim_warn),
+    (_take_plain, _put_plain),
     # The older functions come first, since they set what the newer ones set, too.
     _older(_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
     _older(_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
@@ -92,6 +131,8 @@ _SETTINGS: list[_Setting] = [
         for operator in operators
     ],
 ]
+if torch.backends.cudnn.is_available():
+    _SETTINGS.append((_C._cuda_get_cudnn_benchmark_limit, _C._cuda_set_cudnn_benchmark_limit))
 
 
 def take_settings() -> list[Any]:
@@ -104,3 +145,23 @@ def put_settings(settings: list[Any]) -> None:
     for (ask, put), setting in zip(_SETTINGS, settings, strict=True):
         if ask() != setting:
             put(setting)
+
+
+_future: Any = torch.__future__
+# Settings that torch has in attributes.
+NAMES: list[tuple[Any, str]] = [
+    # The parameters that `parametrize.cached` keeps, and how many of its blocks have begun.
+    *[(torch.nn.utils.parametrize, name) for name in ("_cache", "_cache_enabled")],
+    *[(torch.utils.checkpoint, name) for name in ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")],
+    (torch.utils.checkpoint.DefaultDeviceType, "_default_device_type"),
+    (torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled"),
+    (torch.distributions.Distribution, "_validate_args"),
+    (_future, "_overwrite_module_params_on_conversion"),
+    (_future, "_swap_module_params_on_conversion"),
+    (torch.backends.mha, "_is_fastpath_enabled"),
+    (torch.hub, "_hub_dir"),
+    (torch.multiprocessing, "_sharing_strategy"),
+    (torch._weights_only_unpickler, "_marked_safe_globals_set"),
+    (torch.serialization, "_package_registry"),
+    (torch.storage, "_always_warn_typed_storage_removal"),
+]
