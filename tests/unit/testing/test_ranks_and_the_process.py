@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,39 @@ def _set_newer_precision(rank: int) -> Callable[[], Any]:
     backends: Any = torch.backends
     backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision = ("tf32" if rank else "ieee"), "ieee"
     return lambda: int(backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def _set_mixed_precisions(rank: int) -> Callable[[], Any]:
+    """torch tells no older setting that differs from those of its parts, so another rank's was left in its place."""
+    backends: Any = torch.backends
+    if rank == 0:
+        torch.set_float32_matmul_precision("highest")
+        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = False
+    else:
+        torch.set_float32_matmul_precision("medium")
+        backends.cuda.matmul.allow_tf32 = True  # oneDNN still has that of "medium"
+        backends.cudnn.allow_tf32 = True
+        backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
+
+    def ask() -> int:
+        if rank:
+            with pytest.raises(RuntimeError, match="matmul precision"):
+                torch.get_float32_matmul_precision()
+            with pytest.raises(RuntimeError, match="allow_tf32"):
+                backends.cudnn.allow_tf32  # noqa: B018
+        else:
+            assert torch.get_float32_matmul_precision() == "highest" and not backends.cudnn.allow_tf32
+        return int(backends.cuda.matmul.allow_tf32)
+
+    return ask
+
+
+def _set_what_torch_refuses(rank: int) -> Callable[[], Any]:
+    """The rank had been told so, and then the next barrier raised the error again."""
+    if rank:
+        with suppress(RuntimeError):  # it is set all the same
+            torch.backends.cuda.preferred_linalg_library("magma")
+    return lambda: int(private._get_linalg_preferred_backend() == private._LinalgBackend.Magma)
 
 
 def _set_attention(rank: int) -> Callable[[], Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,26 +22,40 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 def _precision_of(backend: str, operator: str) -> _Setting:
     """What asks for the precision of float32 numbers in an operator, and what sets it."""
-    return (
-        lambda: _C._get_fp32_precision_getter(backend, operator),
-        lambda precision: _C._set_fp32_precision_setter(backend, operator, precision),
-    )
+
+    def ask() -> str:
+        precision: str = _C._get_fp32_precision_getter(backend, operator)
+        return precision
+
+    def put(precision: str) -> None:
+        _C._set_fp32_precision_setter(backend, operator, "none")  # then it has the one of all operators
+        if ask() != precision:
+            _C._set_fp32_precision_setter(backend, operator, precision)
+
+    return ask, put
 
 
-def _older(ask: Callable[[], Any], put: Callable[[Any], Any]) -> _Setting:
-    """A setting that torch does not tell where a program has set its parts apart. Then it is left alone."""
+def _older(ask: Callable[[], Any], put: Callable[[Any], Any], parts: list[tuple[str, str]]) -> _Setting:
+    """A setting that torch tells only where it fits to those of its parts, which a program can set apart."""
 
-    def ask_if_told() -> Any:
+    def ask_in_any_case() -> Any:
         try:
             return ask()
         except RuntimeError:
-            return None
+            pass
+        settings = [_precision_of(*part) for part in parts]
+        kept = [ask_part() for ask_part, _ in settings]
+        for _, put_part in settings:
+            put_part("ieee")
+        try:
+            return ask()
+        except RuntimeError:  # of cuDNN, for which `True` fits to nothing but TF32
+            return True
+        finally:
+            for (_, put_part), precision in zip(settings, kept, strict=True):
+                put_part(precision)
 
-    def put_if_told(setting: Any) -> None:
-        if setting is not None:
-            put(setting)
-
-    return ask_if_told, put_if_told
+    return ask_in_any_case, put
 
 
 _print_options: Any = torch._tensor_str.PRINT_OPTS
@@ -119,8 +134,12 @@ _SETTINGS: list[_Setting] = [
     (_C._get_backcompat_keepdim_warn, _C._set_backcompat_keepdim_warn),
     (_take_plain, _put_plain),
     # The older functions come first, since they set what the newer ones set, too.
-    _older(_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
-    _older(_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
+    _older(
+        _C._get_float32_matmul_precision,
+        _C._set_float32_matmul_precision,
+        [("cuda", "matmul"), ("mkldnn", "matmul")],
+    ),
+    _older(_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32, [("cuda", "conv"), ("cuda", "rnn")]),
     *[
         _precision_of(backend, operator)
         for backend, operators in {
@@ -141,10 +160,14 @@ def take_settings() -> list[Any]:
 
 
 def put_settings(settings: list[Any]) -> None:
-    """Makes the settings of torch those that `take_settings` returned."""
+    """Makes the settings of torch those that `take_settings` returned.
+
+    torch refuses some, such as MAGMA where it was built without, after it has set them. It has told the program so.
+    """
     for (ask, put), setting in zip(_SETTINGS, settings, strict=True):
         if ask() != setting:
-            put(setting)
+            with suppress(RuntimeError):
+                put(setting)
 
 
 _future: Any = torch.__future__
