@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,6 +41,19 @@ def _set_print(rank: int) -> Callable[[], Any]:
 def _set_name(rank: int) -> Callable[[], Any]:
     vars(builtins)["only_here"] = rank
     return lambda: vars(builtins)["only_here"]
+
+
+def _set_environment(rank: int) -> Callable[[], Any]:
+    """A rank that replaced `os.environ` did so for all, and the run ended with a KeyError."""
+    os.environ["OF_A_RANK"] = str(rank)
+    if rank == 0:
+        vars(os)["environ"] = dict(os.environ, OF_ONE="1")
+
+    def ask() -> int:
+        assert ("OF_ONE" in os.environ) is (rank == 0) and os.environ["RANK"] == str(rank)
+        return int(os.environ["OF_A_RANK"])
+
+    return ask
 
 
 def _set_arguments(rank: int) -> Callable[[], Any]:
@@ -355,7 +369,7 @@ def _seen() -> list[Any]:
     loggers = {name: list(logging.getLogger(name).handlers) for name in ("of.a.rank", "root", "torch")}
     of_loggers = loggers, logging.getLogger("of.a.rank").level, logging.root.manager.disable
     of_torch = take_settings(), [getattr(owner, name) for owner, name in NAMES]
-    here = os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)
+    here = os.environ, dict(os.environ), os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)
     return [*names, *of_warnings, *of_loggers, of_torch, *here]
 
 
@@ -390,6 +404,22 @@ def test_blocks_that_two_ranks_leave_in_turns_put_back_what_was_there() -> None:
 
     run_ranks(main, 2)
     assert torch.backends.cudnn.enabled
+
+
+def test_a_rank_begins_with_what_the_caller_finds_in_the_environment() -> None:
+    """A caller that has replaced `os.environ` found the variables of ranks in its dict after the run."""
+    replaced = {"ONLY_HERE": "1"}
+
+    def main(rank: int) -> tuple[str, str, bool]:
+        dist.init_process_group("gloo")
+        dist.barrier()
+        return os.environ["ONLY_HERE"], os.environ["RANK"], "PATH" in os.environ
+
+    before = dict(os.environ)
+    with mock.patch.object(os, "environ", replaced):
+        assert run_ranks(main, 2)[0] == [("1", "0", False), ("1", "1", False)]
+        assert os.environ is replaced and replaced == {"ONLY_HERE": "1"}
+    assert dict(os.environ) == before
 
 
 def test_each_rank_has_a_folder(tmp_path: Path) -> None:

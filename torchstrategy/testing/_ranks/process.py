@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torchstrategy.testing._ranks.part import Part, part_of_names
 
@@ -86,27 +87,50 @@ def _put_folder(folder: str | None) -> None:
         os.chdir(folder)
 
 
-def _take_environment() -> dict[Any, Any]:
-    # In the form in which Python keeps it, which need not be decoded to be compared.
-    return dict(_environment._data)
+class _Environment(NamedTuple):
+    """The environment of a process.
 
+    Attributes:
+        place: What `os.environ` is. A program may set it to a dict, which does not change the true environment.
+        content: The true environment, in the form in which Python keeps it, which need not be decoded to be compared.
+    """
 
-def _put_environment(content: dict[Any, Any]) -> None:
-    now = _take_environment()
-    for name in now.keys() - content.keys():
-        del os.environ[_environment.decodekey(name)]
-    for name, value in content.items():
-        if now.get(name) != value:
-            os.environ[_environment.decodekey(name)] = _environment.decodevalue(value)
+    place: Any
+    content: dict[Any, Any]
 
 
 _environment: Any = os.environ
 
 
-def add_to_environment(content: dict[Any, Any], variables: dict[str, str]) -> dict[Any, Any]:
+def _take_environment() -> _Environment:
+    return _Environment(os.environ, dict(_environment._data))
+
+
+def _put_environment(wanted: _Environment) -> None:
+    setattr(os, "environ", wanted.place)  # noqa: B010  # as a name: this is not meant to change the variables
+    now = dict(_environment._data)
+    for name in now.keys() - wanted.content.keys():
+        del _environment[_environment.decodekey(name)]
+    for name, value in wanted.content.items():
+        if now.get(name) != value:
+            _environment[_environment.decodekey(name)] = _environment.decodevalue(value)
+
+
+def _is_same_environment(one: _Environment, other: _Environment) -> bool:
+    return one.place is other.place and one.content == other.content
+
+
+def _begin_environment(environment: _Environment) -> _Environment:
+    """What a process has that this one begins: what is in `os.environ` is its true environment, and not a dict."""
+    if environment.place is _environment:
+        return environment
+    return add_to_environment(_Environment(_environment, {}), environment.place)
+
+
+def add_to_environment(environment: _Environment, variables: Mapping[str, str]) -> _Environment:
     """What the part of the environment has if variables are added to it."""
     added = {_environment.encodekey(name): _environment.encodevalue(value) for name, value in variables.items()}
-    return content | added
+    return environment._replace(content=environment.content | added)
 
 
 def _take_running_hydra() -> Any:
@@ -120,7 +144,7 @@ def _put_running_hydra(run: Any) -> None:
     sys.modules["hydra.core.global_hydra"].GlobalHydra.instance().hydra = run
 
 
-ENVIRONMENT = Part(_take_environment, _put_environment)
+ENVIRONMENT = Part(_take_environment, _put_environment, _is_same_environment, _begin_environment)
 PARTS = [
     ENVIRONMENT,
     Part(take_builtins, put_back_builtins, _have_the_same_objects),
