@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import csv
 import gc
 import io
+import locale
 import logging
+import multiprocessing
 import os
 import signal
+import socket
 import sys
+import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -112,6 +119,86 @@ def _set_level(rank: int) -> Callable[[], Any]:
 def _set_all_loggers(rank: int) -> Callable[[], Any]:
     logging.disable(logging.CRITICAL if rank else logging.NOTSET)
     return lambda: int(not logging.getLogger("of.a.rank").isEnabledFor(logging.CRITICAL))
+
+
+def _set_words_of_loggers(rank: int) -> Callable[[], Any]:
+    class _Logger(logging.Logger):
+        of = rank
+
+    factory: Any = logging.getLogRecordFactory()
+
+    def make(*args: Any, **options: Any) -> logging.LogRecord:
+        record: logging.LogRecord = factory(*args, **options)
+        record.of = rank
+        return record
+
+    logging.setLoggerClass(_Logger)
+    logging.setLogRecordFactory(make)
+    logging.addLevelName(25, f"NOTE{rank}")
+
+    def ask() -> int:
+        made: Any = logging.getLogger(f"made.by.{rank}")
+        record: Any = made.makeRecord("", 25, "", 1, "", (), None)
+        assert record.levelname == f"NOTE{rank}" and record.of == made.of
+        return int(record.of)
+
+    return ask
+
+
+def _set_handlers(rank: int) -> Callable[[], Any]:
+    form = logging.Formatter()
+    for handler in (_handler, logging.lastResort):
+        assert handler is not None
+        handler.setLevel(20 + rank)
+        handler.setFormatter(form)
+        if rank:
+            handler.addFilter(lambda record: True)
+
+    def ask() -> int:
+        assert (_handler.formatter, len(_handler.filters)) == (form, rank)
+        assert logging.lastResort is not None and logging.lastResort.level == _handler.level
+        return _handler.level - 20
+
+    return ask
+
+
+_handler = logging.NullHandler()
+
+
+def _set_python(rank: int) -> Callable[[], Any]:
+    policy = vars(asyncio.events)["_event_loop_policy"] = object()
+    gc.set_threshold(700 + rank)
+    sys.setrecursionlimit(3000 + rank)
+    os.umask(0o020 + rank)
+    socket.setdefaulttimeout(10.0 + rank)
+    csv.field_size_limit(9000 + rank)
+    tempfile.tempdir = f"of rank {rank}"
+    multiprocessing.set_start_method(("spawn", "fork")[rank], force=True)
+
+    def ask() -> int:
+        mask = os.umask(0)
+        os.umask(mask)
+        numbers = {gc.get_threshold()[0] - 700, sys.getrecursionlimit() - 3000, mask - 0o020}
+        numbers |= {int(socket.getdefaulttimeout() or 0) - 10, csv.field_size_limit() - 9000}
+        assert tempfile.gettempdir() == f"of rank {rank}"
+        assert vars(asyncio.events)["_event_loop_policy"] is policy
+        assert multiprocessing.get_start_method() == ("spawn", "fork")[rank]
+        (number,) = numbers
+        return number
+
+    return ask
+
+
+def _set_place_in_the_world(rank: int) -> Callable[[], Any]:
+    os.environ["TZ"] = "UTC-1" if rank else "UTC"
+    time.tzset()
+    locale.setlocale(locale.LC_ALL, "C.UTF-8" if rank else "C")
+
+    def ask() -> int:
+        assert locale.setlocale(locale.LC_ALL) == ("C.UTF-8" if rank else "C")
+        return time.localtime(0).tm_hour
+
+    return ask
 
 
 def _set_deterministic(rank: int) -> Callable[[], Any]:
@@ -369,7 +456,11 @@ def _seen() -> list[Any]:
     loggers = {name: list(logging.getLogger(name).handlers) for name in ("of.a.rank", "root", "torch")}
     of_loggers = loggers, logging.getLogger("of.a.rank").level, logging.root.manager.disable
     of_torch = take_settings(), [getattr(owner, name) for owner, name in NAMES]
-    here = os.environ, dict(os.environ), os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)
+    words = logging.getLevelName(25), logging.getLoggerClass(), logging.getLogRecordFactory(), _handler.level
+    numbers = gc.get_threshold(), sys.getrecursionlimit(), socket.getdefaulttimeout(), csv.field_size_limit()
+    place = time.tzname, locale.setlocale(locale.LC_ALL), tempfile.tempdir
+    state = *words, *numbers, *place, multiprocessing.get_start_method(allow_none=True)
+    here = state, os.environ, dict(os.environ), os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)
     return [*names, *of_warnings, *of_loggers, of_torch, *here]
 
 

@@ -1,4 +1,4 @@
-"""What modules say of loggers and warnings while they are imported: it happens once, and holds for all ranks."""
+"""What modules say of loggers, warnings and files while they are imported: it happens once, and holds for all ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, final
+
+import torch
 
 from torchstrategy.testing._simulation.replacing import replacing
 
@@ -36,6 +38,11 @@ class Imports:
         places: list[tuple[Any, str]] = [
             (logging.Logger, "addHandler"),
             (logging.Logger, "setLevel"),
+            (logging.Handler, "setLevel"),
+            (logging.Handler, "setFormatter"),
+            *[(logging, name) for name in ("setLoggerClass", "setLogRecordFactory", "addLevelName")],
+            (torch.serialization, "add_safe_globals"),
+            (torch.serialization, "register_package"),
             (warnings, "_add_filter"),  # through which all functions of `warnings` add a filter
         ]
         there = [(owner, name) for owner, name in places if hasattr(owner, name)]

@@ -19,7 +19,7 @@ class Part(NamedTuple):
     """
 
     take: Callable[[], Any]
-    put: Callable[[Any], None]
+    put: Callable[[Any], object]
     is_same: Callable[[Any, Any], bool] = operator.eq
     begin: Callable[[Any], Any] = lambda value: value
 

@@ -1,28 +1,43 @@
-"""What Python has once for a process: built-in names, standard streams, hooks, warnings, loggers, Hydra, the folder."""
+"""What Python has once for a process: built-in names, streams, hooks, warnings, loggers, settings, Hydra, folder."""
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import csv
 import gc
+import locale
 import logging
+import multiprocessing
 import operator
 import os
+import socket
 import sys
+import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torchstrategy.testing._ranks.part import Part, part_of_names
 
 # Attributes of modules. Where this version of Python lacks one, nothing is kept.
 _NAMES: list[tuple[Any, str]] = [
-    *[(sys, name) for name in ("argv", "stdin", "stdout", "stderr", "excepthook", "displayhook", "unraisablehook")],
+    *[(sys, name) for name in ("argv", "stdin", "stdout", "stderr")],
+    *[(sys, name) for name in ("excepthook", "displayhook", "unraisablehook", "breakpointhook")],
     (threading, "excepthook"),
     # Besides the public ones, the name that `catch_warnings(record=True)` replaces.
     *[(warnings, name) for name in ("filters", "showwarning", "formatwarning", "_showwarnmsg_impl", "defaultaction")],
     # Besides the public ones, where `captureWarnings` keeps what it replaces.
     *[(logging, name) for name in ("lastResort", "raiseExceptions", "_warnings_showwarning")],
+    # What `setLoggerClass`, `setLogRecordFactory` and `addLevelName` set.
+    *[(logging, name) for name in ("_loggerClass", "_logRecordFactory", "_levelToName", "_nameToLevel")],
+    *[(logging.root.manager, name) for name in ("loggerClass", "logRecordFactory")],
+    (tempfile, "tempdir"),
+    (multiprocessing.context._default_context, "_actual_context"),  # what `set_start_method` sets
+    (asyncio.events, "_event_loop_policy"),
 ]
 _NAMES = [(owner, name) for owner, name in _NAMES if hasattr(owner, name)]
 
@@ -68,11 +83,57 @@ def _put_loggers(loggers: dict[logging.Logger, _Logger]) -> None:
         logger.handlers[:], logger.filters[:] = handlers, filters
 
 
-def _put_collector(is_on: bool) -> None:
+_logging: Any = logging
+# What programs set on a handler: level, form, filters. Ranks share those that were there before.
+_Handler = tuple[int, logging.Formatter | None, tuple[Any, ...]]
+
+
+def _take_handlers() -> dict[logging.Handler, _Handler]:
+    handlers = [reference() for reference in _logging._handlerList]
+    return {one: (one.level, one.formatter, tuple(one.filters)) for one in handlers if one is not None}
+
+
+def _put_handlers(handlers: dict[logging.Handler, _Handler]) -> None:
+    for handler, (level, form, filters) in handlers.items():
+        handler.level, handler.formatter, handler.filters[:] = level, form, filters
+
+
+def _take_collector() -> tuple[bool, tuple[int, int, int]]:
+    return gc.isenabled(), gc.get_threshold()
+
+
+def _put_collector(collector: tuple[bool, tuple[int, int, int]]) -> None:
+    is_on, thresholds = collector
+    gc.set_threshold(*thresholds)
     if is_on:
         gc.enable()
     else:
         gc.disable()
+
+
+def _put_recursion_limit(limit: int) -> None:
+    with suppress(RecursionError):  # it is deeper here than it was there
+        sys.setrecursionlimit(limit)
+
+
+def _take_umask() -> int:
+    mask = os.umask(0o077)  # there is no other way to ask
+    os.umask(mask)
+    return mask
+
+
+def _take_time_zone() -> tuple[Any, ...]:
+    return time.tzname, time.timezone, time.altzone, time.daylight
+
+
+def _put_time_zone(_: tuple[Any, ...]) -> None:
+    if hasattr(time, "tzset"):
+        time.tzset()  # it reads `TZ`, which is that of the rank by now
+
+
+def _put_locale(name: str) -> None:
+    with suppress(locale.Error):  # it is no longer there
+        locale.setlocale(locale.LC_ALL, name)
 
 
 def _take_folder() -> str | None:
@@ -151,7 +212,14 @@ PARTS = [
     part_of_names(_NAMES),
     Part(_take_loggers, _put_loggers),
     Part(lambda: logging.root.manager.disable, logging.disable),
-    Part(gc.isenabled, _put_collector),
+    Part(_take_handlers, _put_handlers),
+    Part(_take_collector, _put_collector),
+    Part(sys.getrecursionlimit, _put_recursion_limit),
+    Part(_take_umask, os.umask),
+    Part(_take_time_zone, _put_time_zone),
+    Part(lambda: locale.setlocale(locale.LC_ALL), _put_locale),
+    Part(socket.getdefaulttimeout, socket.setdefaulttimeout),
+    Part(csv.field_size_limit, csv.field_size_limit),
     Part(_take_running_hydra, _put_running_hydra, operator.is_),
     Part(_take_folder, _put_folder),
 ]
