@@ -567,7 +567,10 @@ def test_what_one_rank_does_not_replace_is_as_it_was() -> None:
 
 def test_what_a_module_sets_when_it_is_imported_holds_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "imported_in_ranks.py").write_text(
-        "import logging, warnings\n"
+        "import logging, torch, warnings\n"
+        "class Saved: pass\n"
+        "torch.serialization.add_safe_globals([Saved])\n"
+        "logging.addLevelName(33, 'OF_THE_MODULE')\n"
         "logger = logging.getLogger(__name__)\n"
         "logger.addHandler(logging.NullHandler())\n"
         "logger.setLevel(33)\n"
@@ -579,7 +582,9 @@ def test_what_a_module_sets_when_it_is_imported_holds_for_all(tmp_path: Path, mo
         dist.init_process_group("gloo")
         for _ in range(2):
             dist.barrier()
-            __import__("imported_in_ranks")
+            saved = __import__("imported_in_ranks").Saved
+            assert saved in torch.serialization.get_safe_globals()
+            assert logging.getLevelName(33) == "OF_THE_MODULE"
         logger = logging.getLogger("imported_in_ranks")
         with warnings.catch_warnings(record=True) as shown:
             warnings.warn("of the module", stacklevel=1)
