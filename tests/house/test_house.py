@@ -95,7 +95,18 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"limits", "virtual_time"},
     ],
     ("testing", "_ranks"): [
-        {"happened", "imports", "injection", "orders", "part", "record", "swaps", "torch_internals", "witnesses"},
+        {
+            "happened",
+            "imports",
+            "injection",
+            "orders",
+            "part",
+            "record",
+            "swaps",
+            "torch_internals",
+            "torch_settings",
+            "witnesses",
+        },
         {"process", "turns"},
         {"lines", "moments", "tensors"},
         {"names", "refusals"},
@@ -388,6 +399,7 @@ OF_PRIVATE_NAMES = {
     ("_base", "torch_internals"),
     ("testing", "_lints", "torch_internals"),
     ("testing", "_ranks", "torch_internals"),
+    ("testing", "_ranks", "torch_settings"),
     ("testing", "_simulation", "torch_internals"),
 }
 

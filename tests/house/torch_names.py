@@ -21,7 +21,10 @@ import torch
 
 RECORD = Path(__file__).with_suffix(".txt")
 # The files that may use private names of torch, in the package.
-FILES = [f"{room}/torch_internals.py" for room in ("_base", "testing/_ranks", "testing/_simulation")]
+FILES = [
+    *[f"{room}/torch_internals.py" for room in ("_base", "testing/_ranks", "testing/_simulation")],
+    "testing/_ranks/torch_settings.py",
+]
 
 # Names that some of the versions lack, each with the reason why the package does without.
 # `_ranks/torch_internals.py` keeps apart those variables of a process that a torch has.
@@ -38,8 +41,9 @@ _NAMES_OF_CUDA = (
     "_scatter",
     "_scatter_out",
 )
+_NAMES_OF_CUDNN = ("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit")
 MAY_BE_MISSING = {
-    **{f"torch._C.{name}": OF_CUDA for name in (*_NAMES_OF_CUDA, "_nccl_all_reduce")},
+    **{f"torch._C.{name}": OF_CUDA for name in (*_NAMES_OF_CUDA, "_nccl_all_reduce", *_NAMES_OF_CUDNN)},
     "._maybe_attach_flight_recorder": "since torch 2.15; before, there is no such recorder for groups of any backend",
     "._fsdp_param_groups": "since torch 2.12; before, `_fsdp_param_group` is read in its place",
     f"{_REDISTRIBUTE}._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION": _VARIABLE,

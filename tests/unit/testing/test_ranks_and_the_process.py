@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import csv
 import gc
 import io
+import locale
 import logging
+import multiprocessing
 import os
 import signal
+import socket
 import sys
+import tempfile
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrategy.testing import run_ranks
-from torchstrategy.testing._ranks.torch_internals import put_settings, take_settings
+from torchstrategy.testing._ranks.torch_settings import NAMES, put_settings, take_settings
 
 python: Any = sys
+private: Any = torch._C
+modules: Any = torch.nn.modules.module
+sharing: Any = torch.multiprocessing
+frozen: Any = torch.backends.flags_frozen
 
 
 def _set_print(rank: int) -> Callable[[], Any]:
@@ -32,6 +48,19 @@ def _set_print(rank: int) -> Callable[[], Any]:
 def _set_name(rank: int) -> Callable[[], Any]:
     vars(builtins)["only_here"] = rank
     return lambda: vars(builtins)["only_here"]
+
+
+def _set_environment(rank: int) -> Callable[[], Any]:
+    """A rank that replaced `os.environ` did so for all, and the run ended with a KeyError."""
+    os.environ["OF_A_RANK"] = str(rank)
+    if rank == 0:
+        vars(os)["environ"] = dict(os.environ, OF_ONE="1")
+
+    def ask() -> int:
+        assert ("OF_ONE" in os.environ) is (rank == 0) and os.environ["RANK"] == str(rank)
+        return int(os.environ["OF_A_RANK"])
+
+    return ask
 
 
 def _set_arguments(rank: int) -> Callable[[], Any]:
@@ -92,6 +121,86 @@ def _set_all_loggers(rank: int) -> Callable[[], Any]:
     return lambda: int(not logging.getLogger("of.a.rank").isEnabledFor(logging.CRITICAL))
 
 
+def _set_words_of_loggers(rank: int) -> Callable[[], Any]:
+    class _Logger(logging.Logger):
+        of = rank
+
+    factory: Any = logging.getLogRecordFactory()
+
+    def make(*args: Any, **options: Any) -> logging.LogRecord:
+        record: logging.LogRecord = factory(*args, **options)
+        record.of = rank
+        return record
+
+    logging.setLoggerClass(_Logger)
+    logging.setLogRecordFactory(make)
+    logging.addLevelName(25, f"NOTE{rank}")
+
+    def ask() -> int:
+        made: Any = logging.getLogger(f"made.by.{rank}")
+        record: Any = made.makeRecord("", 25, "", 1, "", (), None)
+        assert record.levelname == f"NOTE{rank}" and record.of == made.of
+        return int(record.of)
+
+    return ask
+
+
+def _set_handlers(rank: int) -> Callable[[], Any]:
+    form = logging.Formatter()
+    for handler in (_handler, logging.lastResort):
+        assert handler is not None
+        handler.setLevel(20 + rank)
+        handler.setFormatter(form)
+        if rank:
+            handler.addFilter(lambda record: True)
+
+    def ask() -> int:
+        assert (_handler.formatter, len(_handler.filters)) == (form, rank)
+        assert logging.lastResort is not None and logging.lastResort.level == _handler.level
+        return _handler.level - 20
+
+    return ask
+
+
+_handler = logging.NullHandler()
+
+
+def _set_python(rank: int) -> Callable[[], Any]:
+    policy = vars(asyncio.events)["_event_loop_policy"] = object()
+    gc.set_threshold(700 + rank)
+    sys.setrecursionlimit(3000 + rank)
+    os.umask(0o020 + rank)
+    socket.setdefaulttimeout(10.0 + rank)
+    csv.field_size_limit(9000 + rank)
+    tempfile.tempdir = f"of rank {rank}"
+    multiprocessing.set_start_method(("spawn", "fork")[rank], force=True)
+
+    def ask() -> int:
+        mask = os.umask(0)
+        os.umask(mask)
+        numbers = {gc.get_threshold()[0] - 700, sys.getrecursionlimit() - 3000, mask - 0o020}
+        numbers |= {int(socket.getdefaulttimeout() or 0) - 10, csv.field_size_limit() - 9000}
+        assert tempfile.gettempdir() == f"of rank {rank}"
+        assert vars(asyncio.events)["_event_loop_policy"] is policy
+        assert multiprocessing.get_start_method() == ("spawn", "fork")[rank]
+        (number,) = numbers
+        return number
+
+    return ask
+
+
+def _set_place_in_the_world(rank: int) -> Callable[[], Any]:
+    os.environ["TZ"] = "UTC-1" if rank else "UTC"
+    time.tzset()
+    locale.setlocale(locale.LC_ALL, "C.UTF-8" if rank else "C")
+
+    def ask() -> int:
+        assert locale.setlocale(locale.LC_ALL) == ("C.UTF-8" if rank else "C")
+        return time.localtime(0).tm_hour
+
+    return ask
+
+
 def _set_deterministic(rank: int) -> Callable[[], Any]:
     torch.use_deterministic_algorithms(bool(rank))
     return lambda: int(torch.are_deterministic_algorithms_enabled())
@@ -139,9 +248,178 @@ def _set_newer_precision(rank: int) -> Callable[[], Any]:
     return lambda: int(backends.cuda.matmul.fp32_precision == "tf32")
 
 
+def _set_mixed_precisions(rank: int) -> Callable[[], Any]:
+    """torch tells no older setting that differs from those of its parts, so another rank's was left in its place."""
+    backends: Any = torch.backends
+    if rank == 0:
+        torch.set_float32_matmul_precision("highest")
+        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = False
+    else:
+        torch.set_float32_matmul_precision("medium")
+        backends.cuda.matmul.allow_tf32 = True  # oneDNN still has that of "medium"
+        backends.cudnn.allow_tf32 = True
+        backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
+
+    def ask() -> int:
+        if rank:
+            with pytest.raises(RuntimeError, match="matmul precision"):
+                torch.get_float32_matmul_precision()
+            with pytest.raises(RuntimeError, match="allow_tf32"):
+                backends.cudnn.allow_tf32  # noqa: B018
+        else:
+            assert torch.get_float32_matmul_precision() == "highest" and not backends.cudnn.allow_tf32
+        return int(backends.cuda.matmul.allow_tf32)
+
+    return ask
+
+
+def _set_what_torch_refuses(rank: int) -> Callable[[], Any]:
+    """The rank had been told so, and then the next barrier raised the error again."""
+    if rank:
+        with suppress(RuntimeError):  # it is set all the same
+            torch.backends.cuda.preferred_linalg_library("magma")
+    return lambda: int(private._get_linalg_preferred_backend() == private._LinalgBackend.Magma)
+
+
 def _set_attention(rank: int) -> Callable[[], Any]:
     torch.backends.cuda.enable_flash_sdp(not rank)
     return lambda: int(not torch.backends.cuda.flash_sdp_enabled())
+
+
+def _set_parametrizations(rank: int) -> Callable[[], Any]:
+    """A block of one rank used to keep the weights of the other, which had the numbers of an earlier step."""
+    parametrize: Any = torch.nn.utils.parametrize
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    parametrize.register_parametrization(model, "weight", nn.ReLU())
+    block = parametrize.cached()
+    if rank == 0:
+        block.__enter__()
+
+    def ask() -> int:
+        assert block is not None  # it ends when nobody holds it
+        with torch.no_grad():
+            model.weight  # kept in rank 0 alone  # noqa: B018
+            model.parametrizations.weight.original.fill_(1.0)
+        return int(model.weight.item())
+
+    return ask
+
+
+def _set_hooks_of_registrations(rank: int) -> Callable[[], Any]:
+    called: list[int] = []
+    for register in (
+        modules.register_module_parameter_registration_hook,
+        modules.register_module_buffer_registration_hook,
+        modules.register_module_module_registration_hook,
+    ):
+        register(lambda *_: called.append(rank))
+
+    def ask() -> int:
+        called.clear()
+        nn.Sequential(nn.BatchNorm1d(1))
+        assert len(called) == 6 and set(called) == {rank}
+        return called[0]
+
+    return ask
+
+
+def _set_hooks_of_optimizers(rank: int) -> Callable[[], Any]:
+    called: list[int] = []
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        register(lambda *_: called.append(rank))
+
+    def ask() -> int:
+        called.clear()
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+        assert len(called) == 2 and set(called) == {rank}
+        return called[0]
+
+    return ask
+
+
+def _set_checkpointing(rank: int) -> Callable[[], Any]:
+    names: Any = torch.utils.checkpoint
+    blocks = [names.set_checkpoint_early_stop(not rank), names.set_checkpoint_debug_enabled(bool(rank))]
+    for block in blocks:  # they end when nobody holds them
+        block.__enter__()
+    return lambda: int(len(blocks) == 2 and not names._enable_checkpoint_early_stop and names._checkpoint_debug_enabled)
+
+
+def _set_kernels(rank: int) -> Callable[[], Any]:
+    backends: Any = torch.backends
+    backends.mha.set_fastpath_enabled(not rank)
+    backends.nnpack.set_flags(not rank)
+    backends.quantized.engine = "onednn" if rank else "x86"
+    backends.opt_einsum.strategy = "greedy" if rank else "optimal"
+    backends.cudnn.benchmark_limit = rank
+    backends.miopen.immediate = bool(rank)
+
+    def ask() -> int:
+        assert backends.opt_einsum.strategy == ("greedy" if rank else "optimal")
+        assert backends.mha.get_fastpath_enabled() is not backends.miopen.immediate
+        assert backends.quantized.engine == ("onednn" if rank else "x86")
+        assert private._get_nnpack_enabled() is not bool(rank)
+        return int(backends.cudnn.benchmark_limit)
+
+    return ask
+
+
+def _set_lock(rank: int) -> Callable[[], Any]:
+    frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True  # torch's own tests lock it
+    if rank:
+        torch.backends.disable_global_flags()
+    return lambda: int(frozen())
+
+
+def _set_checks(rank: int) -> Callable[[], Any]:
+    check, distribution = torch.sparse.check_sparse_tensor_invariants, torch.distributions.Distribution
+    check.enable() if rank else check.disable()
+    distribution.set_default_validate_args(bool(rank))
+    return lambda: int(check.is_enabled() and distribution._validate_args)
+
+
+def _set_compilers(rank: int) -> Callable[[], Any]:
+    torch.compiler.set_stance("force_eager" if rank else "default")
+    private._jit_set_texpr_fuser_enabled(not rank)
+    torch.jit.enable_onednn_fusion(bool(rank))
+    private._functorch._set_vmap_fallback_enabled(not rank)
+
+    def ask() -> int:
+        assert private._jit_texpr_fuser_enabled() is private._functorch._is_vmap_fallback_enabled() is (rank == 0)
+        assert torch.jit.onednn_fusion_enabled() is bool(rank)
+        stance: Any = sys.modules["torch._dynamo.eval_frame"]
+        return int(stance._stance.stance == "force_eager")
+
+    return ask
+
+
+def _set_conversions(rank: int) -> Callable[[], Any]:
+    future: Any = sys.modules["torch.__future__"]
+    future.set_overwrite_module_params_on_conversion(bool(rank))
+    future.set_swap_module_params_on_conversion(bool(rank))
+    get_both = future.get_overwrite_module_params_on_conversion, future.get_swap_module_params_on_conversion
+    return lambda: int(all(get() for get in get_both))
+
+
+def _set_files(rank: int) -> Callable[[], Any]:
+    torch.hub.set_dir(f"models of {rank}")
+    sharing.set_sharing_strategy("file_system" if rank else "file_descriptor")
+    if rank:
+        torch.serialization.add_safe_globals([_OfAFile])
+        torch.serialization.register_package(rank, lambda storage: None, lambda storage, location: None)
+
+    def ask() -> int:
+        assert torch.hub.get_dir() == f"models of {rank}"
+        assert (_OfAFile in torch.serialization.get_safe_globals()) is bool(rank)
+        return int(sharing.get_sharing_strategy() == "file_system")
+
+    return ask
+
+
+class _OfAFile:
+    pass
 
 
 def _set_debug_level(rank: int) -> Callable[[], Any]:
@@ -177,8 +455,12 @@ def _seen() -> list[Any]:
     of_warnings = warnings.showwarning, warnings.filters, list(warnings.filters)
     loggers = {name: list(logging.getLogger(name).handlers) for name in ("of.a.rank", "root", "torch")}
     of_loggers = loggers, logging.getLogger("of.a.rank").level, logging.root.manager.disable
-    of_torch = take_settings()
-    here = os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)
+    of_torch = take_settings(), [getattr(owner, name) for owner, name in NAMES]
+    words = logging.getLevelName(25), logging.getLoggerClass(), logging.getLogRecordFactory(), _handler.level
+    numbers = gc.get_threshold(), sys.getrecursionlimit(), socket.getdefaulttimeout(), csv.field_size_limit()
+    place = time.tzname, locale.setlocale(locale.LC_ALL), tempfile.tempdir
+    state = *words, *numbers, *place, multiprocessing.get_start_method(allow_none=True)
+    here = state, os.environ, dict(os.environ), os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)
     return [*names, *of_warnings, *of_loggers, of_torch, *here]
 
 
@@ -213,6 +495,22 @@ def test_blocks_that_two_ranks_leave_in_turns_put_back_what_was_there() -> None:
 
     run_ranks(main, 2)
     assert torch.backends.cudnn.enabled
+
+
+def test_a_rank_begins_with_what_the_caller_finds_in_the_environment() -> None:
+    """A caller that has replaced `os.environ` found the variables of ranks in its dict after the run."""
+    replaced = {"ONLY_HERE": "1"}
+
+    def main(rank: int) -> tuple[str, str, bool]:
+        dist.init_process_group("gloo")
+        dist.barrier()
+        return os.environ["ONLY_HERE"], os.environ["RANK"], "PATH" in os.environ
+
+    before = dict(os.environ)
+    with mock.patch.object(os, "environ", replaced):
+        assert run_ranks(main, 2)[0] == [("1", "0", False), ("1", "1", False)]
+        assert os.environ is replaced and replaced == {"ONLY_HERE": "1"}
+    assert dict(os.environ) == before
 
 
 def test_each_rank_has_a_folder(tmp_path: Path) -> None:
@@ -269,7 +567,10 @@ def test_what_one_rank_does_not_replace_is_as_it_was() -> None:
 
 def test_what_a_module_sets_when_it_is_imported_holds_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "imported_in_ranks.py").write_text(
-        "import logging, warnings\n"
+        "import logging, torch, warnings\n"
+        "class Saved: pass\n"
+        "torch.serialization.add_safe_globals([Saved])\n"
+        "logging.addLevelName(33, 'OF_THE_MODULE')\n"
         "logger = logging.getLogger(__name__)\n"
         "logger.addHandler(logging.NullHandler())\n"
         "logger.setLevel(33)\n"
@@ -281,7 +582,9 @@ def test_what_a_module_sets_when_it_is_imported_holds_for_all(tmp_path: Path, mo
         dist.init_process_group("gloo")
         for _ in range(2):
             dist.barrier()
-            __import__("imported_in_ranks")
+            saved = __import__("imported_in_ranks").Saved
+            assert saved in torch.serialization.get_safe_globals()
+            assert logging.getLevelName(33) == "OF_THE_MODULE"
         logger = logging.getLogger("imported_in_ranks")
         with warnings.catch_warnings(record=True) as shown:
             warnings.warn("of the module", stacklevel=1)

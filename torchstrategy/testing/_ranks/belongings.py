@@ -14,17 +14,16 @@ import torch
 
 from torchstrategy.testing._ranks import process
 from torchstrategy.testing._ranks.imports import Imports
-from torchstrategy.testing._ranks.part import Part, never_same
+from torchstrategy.testing._ranks.part import Part, never_same, part_of_names
 from torchstrategy.testing._ranks.torch_internals import (
     forget_fake_results,
-    put_module_hooks,
-    put_settings,
+    put_hooks,
     put_variables,
-    take_module_hooks,
-    take_settings,
+    take_hooks,
     take_variables,
     variables_of_a_new_process,
 )
+from torchstrategy.testing._ranks.torch_settings import NAMES, put_settings, take_settings
 from torchstrategy.testing._simulation.generators import default_generators
 
 
@@ -62,8 +61,9 @@ _PARTS = [
     Part(_take_random_numbers_of_numpy, _put_random_numbers_of_numpy),
     Part(lambda: sys.modules["__main__"], _put_script),
     Part(take_variables, put_variables, never_same, lambda values: variables_of_a_new_process()),
-    Part(take_module_hooks, put_module_hooks, never_same),
+    Part(take_hooks, put_hooks, never_same),
     Part(take_settings, put_settings),
+    part_of_names(NAMES),
     *process.PARTS,
 ]
 _ENVIRONMENT = _PARTS.index(process.ENVIRONMENT)

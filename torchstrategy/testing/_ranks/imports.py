@@ -1,4 +1,4 @@
-"""Ranks share modules: what a module says of loggers and warnings while it is imported holds for all of them."""
+"""Ranks share modules: what a module says of loggers, warnings and files while it is imported holds for all ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, final
+
+import torch
 
 from torchstrategy.testing._ranks.turns import Turns, Wait
 from torchstrategy.testing._simulation.replacing import replacing
@@ -44,6 +46,11 @@ class Imports:
         places: list[tuple[Any, str]] = [
             (logging.Logger, "addHandler"),
             (logging.Logger, "setLevel"),
+            (logging.Handler, "setLevel"),
+            (logging.Handler, "setFormatter"),
+            *[(logging, name) for name in ("setLoggerClass", "setLogRecordFactory", "addLevelName")],
+            (torch.serialization, "add_safe_globals"),
+            (torch.serialization, "register_package"),
             (warnings, "_add_filter"),  # through which all functions of `warnings` add a filter
         ]
         there = [(owner, name) for owner, name in places if hasattr(owner, name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ class Part(NamedTuple):
     """
 
     take: Callable[[], Any]
-    put: Callable[[Any], None]
+    put: Callable[[Any], object]
     is_same: Callable[[Any, Any], bool] = operator.eq
     begin: Callable[[Any], Any] = lambda value: value
 
@@ -26,6 +27,26 @@ class Part(NamedTuple):
 def are_same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
     """Whether two sequences have the same objects, in the same order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def part_of_names(names: Sequence[tuple[Any, str]]) -> Part:
+    """The part that is in attributes of modules and classes.
+
+    Args:
+        names: Each with its owner. A list, dict or set may be written into: a new process has a copy of it.
+    """
+
+    def take() -> list[Any]:
+        return [getattr(owner, name) for owner, name in names]
+
+    def put(values: Sequence[Any]) -> None:
+        for (owner, name), value in zip(names, values, strict=True):
+            setattr(owner, name, value)
+
+    def begin(values: Sequence[Any]) -> list[Any]:
+        return [copy.copy(value) if isinstance(value, (list, dict, set)) else value for value in values]
+
+    return Part(take, put, are_same_objects, begin)
 
 
 def never_same(one: object, other: object) -> bool:

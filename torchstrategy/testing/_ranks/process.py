@@ -1,31 +1,45 @@
-"""What Python has once for a process: built-in names, standard streams, hooks, warnings, loggers, Hydra, the folder."""
+"""What Python has once for a process: built-in names, streams, hooks, warnings, loggers, settings, Hydra, folder."""
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import csv
 import gc
+import locale
 import logging
+import multiprocessing
 import operator
 import os
+import socket
 import sys
+import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from torchstrategy.testing._ranks.part import Part, are_same_objects
+from torchstrategy.testing._ranks.part import Part, part_of_names
 
 # Attributes of modules. Where this version of Python lacks one, nothing is kept.
 _NAMES: list[tuple[Any, str]] = [
-    *[(sys, name) for name in ("argv", "stdin", "stdout", "stderr", "excepthook", "displayhook", "unraisablehook")],
+    *[(sys, name) for name in ("argv", "stdin", "stdout", "stderr")],
+    *[(sys, name) for name in ("excepthook", "displayhook", "unraisablehook", "breakpointhook")],
     (threading, "excepthook"),
     # Besides the public ones, the name that `catch_warnings(record=True)` replaces.
     *[(warnings, name) for name in ("filters", "showwarning", "formatwarning", "_showwarnmsg_impl", "defaultaction")],
     # Besides the public ones, where `captureWarnings` keeps what it replaces.
     *[(logging, name) for name in ("lastResort", "raiseExceptions", "_warnings_showwarning")],
+    # What `setLoggerClass`, `setLogRecordFactory` and `addLevelName` set.
+    *[(logging, name) for name in ("_loggerClass", "_logRecordFactory", "_levelToName", "_nameToLevel")],
+    *[(logging.root.manager, name) for name in ("loggerClass", "logRecordFactory")],
+    (tempfile, "tempdir"),
+    (multiprocessing.context._default_context, "_actual_context"),  # what `set_start_method` sets
+    (asyncio.events, "_event_loop_policy"),
 ]
 _NAMES = [(owner, name) for owner, name in _NAMES if hasattr(owner, name)]
-_LISTS = ("argv", "filters")  # programs write into them
 
 
 def take_builtins() -> dict[str, Any]:
@@ -43,19 +57,6 @@ def put_back_builtins(names: dict[str, Any]) -> None:
 
 def _have_the_same_objects(some: dict[str, Any], others: dict[str, Any]) -> bool:
     return some.keys() == others.keys() and all(others[name] is value for name, value in some.items())
-
-
-def _take_names() -> list[Any]:
-    return [getattr(owner, name) for owner, name in _NAMES]
-
-
-def _put_names(values: Sequence[Any]) -> None:
-    for (owner, name), value in zip(_NAMES, values, strict=True):
-        setattr(owner, name, value)
-
-
-def _begin_names(values: Sequence[Any]) -> list[Any]:
-    return [list(value) if name in _LISTS else value for (_, name), value in zip(_NAMES, values, strict=True)]
 
 
 # What programs set on a logger: level, `propagate`, `disabled`, handlers, filters. A process has hundreds of loggers.
@@ -82,11 +83,57 @@ def _put_loggers(loggers: dict[logging.Logger, _Logger]) -> None:
         logger.handlers[:], logger.filters[:] = handlers, filters
 
 
-def _put_collector(is_on: bool) -> None:
+_logging: Any = logging
+# What programs set on a handler: level, form, filters. Ranks share those that were there before.
+_Handler = tuple[int, logging.Formatter | None, tuple[Any, ...]]
+
+
+def _take_handlers() -> dict[logging.Handler, _Handler]:
+    handlers = [reference() for reference in _logging._handlerList]
+    return {one: (one.level, one.formatter, tuple(one.filters)) for one in handlers if one is not None}
+
+
+def _put_handlers(handlers: dict[logging.Handler, _Handler]) -> None:
+    for handler, (level, form, filters) in handlers.items():
+        handler.level, handler.formatter, handler.filters[:] = level, form, filters
+
+
+def _take_collector() -> tuple[bool, tuple[int, int, int]]:
+    return gc.isenabled(), gc.get_threshold()
+
+
+def _put_collector(collector: tuple[bool, tuple[int, int, int]]) -> None:
+    is_on, thresholds = collector
+    gc.set_threshold(*thresholds)
     if is_on:
         gc.enable()
     else:
         gc.disable()
+
+
+def _put_recursion_limit(limit: int) -> None:
+    with suppress(RecursionError):  # it is deeper here than it was there
+        sys.setrecursionlimit(limit)
+
+
+def _take_umask() -> int:
+    mask = os.umask(0o077)  # there is no other way to ask
+    os.umask(mask)
+    return mask
+
+
+def _take_time_zone() -> tuple[Any, ...]:
+    return time.tzname, time.timezone, time.altzone, time.daylight
+
+
+def _put_time_zone(_: tuple[Any, ...]) -> None:
+    if hasattr(time, "tzset"):
+        time.tzset()  # it reads `TZ`, which is that of the rank by now
+
+
+def _put_locale(name: str) -> None:
+    with suppress(locale.Error):  # it is no longer there
+        locale.setlocale(locale.LC_ALL, name)
 
 
 def _take_folder() -> str | None:
@@ -101,27 +148,50 @@ def _put_folder(folder: str | None) -> None:
         os.chdir(folder)
 
 
-def _take_environment() -> dict[Any, Any]:
-    # In the form in which Python keeps it, which need not be decoded to be compared.
-    return dict(_environment._data)
+class _Environment(NamedTuple):
+    """The environment of a process.
 
+    Attributes:
+        place: What `os.environ` is. A program may set it to a dict, which does not change the true environment.
+        content: The true environment, in the form in which Python keeps it, which need not be decoded to be compared.
+    """
 
-def _put_environment(content: dict[Any, Any]) -> None:
-    now = _take_environment()
-    for name in now.keys() - content.keys():
-        del os.environ[_environment.decodekey(name)]
-    for name, value in content.items():
-        if now.get(name) != value:
-            os.environ[_environment.decodekey(name)] = _environment.decodevalue(value)
+    place: Any
+    content: dict[Any, Any]
 
 
 _environment: Any = os.environ
 
 
-def add_to_environment(content: dict[Any, Any], variables: dict[str, str]) -> dict[Any, Any]:
+def _take_environment() -> _Environment:
+    return _Environment(os.environ, dict(_environment._data))
+
+
+def _put_environment(wanted: _Environment) -> None:
+    setattr(os, "environ", wanted.place)  # noqa: B010  # as a name: this is not meant to change the variables
+    now = dict(_environment._data)
+    for name in now.keys() - wanted.content.keys():
+        del _environment[_environment.decodekey(name)]
+    for name, value in wanted.content.items():
+        if now.get(name) != value:
+            _environment[_environment.decodekey(name)] = _environment.decodevalue(value)
+
+
+def _is_same_environment(one: _Environment, other: _Environment) -> bool:
+    return one.place is other.place and one.content == other.content
+
+
+def _begin_environment(environment: _Environment) -> _Environment:
+    """What a process has that this one begins: what is in `os.environ` is its true environment, and not a dict."""
+    if environment.place is _environment:
+        return environment
+    return add_to_environment(_Environment(_environment, {}), environment.place)
+
+
+def add_to_environment(environment: _Environment, variables: Mapping[str, str]) -> _Environment:
     """What the part of the environment has if variables are added to it."""
     added = {_environment.encodekey(name): _environment.encodevalue(value) for name, value in variables.items()}
-    return content | added
+    return environment._replace(content=environment.content | added)
 
 
 def _take_running_hydra() -> Any:
@@ -135,14 +205,21 @@ def _put_running_hydra(run: Any) -> None:
     sys.modules["hydra.core.global_hydra"].GlobalHydra.instance().hydra = run
 
 
-ENVIRONMENT = Part(_take_environment, _put_environment)
+ENVIRONMENT = Part(_take_environment, _put_environment, _is_same_environment, _begin_environment)
 PARTS = [
     ENVIRONMENT,
     Part(take_builtins, put_back_builtins, _have_the_same_objects),
-    Part(_take_names, _put_names, are_same_objects, _begin_names),
+    part_of_names(_NAMES),
     Part(_take_loggers, _put_loggers),
     Part(lambda: logging.root.manager.disable, logging.disable),
-    Part(gc.isenabled, _put_collector),
+    Part(_take_handlers, _put_handlers),
+    Part(_take_collector, _put_collector),
+    Part(sys.getrecursionlimit, _put_recursion_limit),
+    Part(_take_umask, os.umask),
+    Part(_take_time_zone, _put_time_zone),
+    Part(lambda: locale.setlocale(locale.LC_ALL), _put_locale),
+    Part(socket.getdefaulttimeout, socket.setdefaulttimeout),
+    Part(csv.field_size_limit, csv.field_size_limit),
     Part(_take_running_hydra, _put_running_hydra, operator.is_),
     Part(_take_folder, _put_folder),
 ]

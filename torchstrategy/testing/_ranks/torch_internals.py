@@ -1,11 +1,12 @@
 """The private names of torch that only ranks in one process need, each with its reason.
 
 When torch moves one of them, this file changes and no other does. `tests/unit/testing/test_ranks_and_torch.py` has a
-test for each, but for the settings of a process: those are in `tests/unit/testing/test_ranks_and_the_process.py`.
+test for each. Settings of torch are in `torch_settings.py`.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,13 +45,14 @@ class _Variable:
         module: The module that has it. It may be imported in the middle of a run.
         path: Where it is there: `name`, or `Class.name`.
         make: What it holds in a process that has just imported the module.
-        is_extended: Whether libraries add to it when they are imported. Then a rank begins with a copy of it.
+        is_inherited: Whether it is set by libraries that are imported, or by who starts the ranks. Then a rank begins
+            with a copy of it.
     """
 
     module: str
     path: str
     make: Callable[[], Any]
-    is_extended: bool = False
+    is_inherited: bool = False
 
     def find_owner(self) -> Any:
         """The module, class or object that has it; None if there is none yet, or this version of torch has none."""
@@ -92,6 +94,10 @@ def _make_handlers() -> Any:
     return type(dispatcher)()._custom_op_handlers
 
 
+def _make_stance() -> Any:
+    return sys.modules["torch._dynamo.eval_frame"].DynamoStance()
+
+
 # `tests/unit/testing/test_ranks_and_torch.py` looks for others: for caches and variables in all of `torch.distributed`.
 _OF_A_PROCESS = [
     # The process groups.
@@ -129,6 +135,8 @@ _OF_A_PROCESS = [
     _Variable("torch.distributed.fsdp._fully_shard._fsdp_param", "_orig_param_uid_counter", count),
     _Variable("torch.distributed.fsdp._fully_shard._fully_shard", "_enable_fsdp_module_new_init", lambda: True),
     _Variable("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", _nothing),
+    # What `torch.compiler.set_stance` sets.
+    _Variable("torch._dynamo.eval_frame", "_stance", _make_stance, True),
 ]
 _variables = _Variables(_OF_A_PROCESS)
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
@@ -139,7 +147,7 @@ def variables_of_a_new_process() -> dict[str, Any]:
     """What `put_variables` gives `torch.distributed` for a rank that has not run yet."""
     new: dict[str, Any] = {}
     for owner, name, variable in _variables.present():
-        new[variable.path] = dict(getattr(owner, name)) if variable.is_extended else variable.make()
+        new[variable.path] = copy.copy(getattr(owner, name)) if variable.is_inherited else variable.make()
     return new
 
 
@@ -157,8 +165,10 @@ def put_variables(values: dict[str, Any]) -> None:
         setattr(owner, name, values[variable.path] if variable.path in values else variable.make())
 
 
-# The tables of hooks that torch calls for every module. Others hold them, so ranks take turns with what is in them.
+# The tables of hooks that torch calls for every module, for each part that a module gets, and for every optimizer.
+# Others hold them, so ranks take turns with what is in them.
 _MODULES: Any = torch.nn.modules.module
+_OPTIMIZERS: Any = sys.modules["torch.optim.optimizer"]
 _HOOKS: list[dict[int, Any]] = [
     _MODULES._global_forward_pre_hooks,
     _MODULES._global_forward_hooks,
@@ -166,116 +176,27 @@ _HOOKS: list[dict[int, Any]] = [
     _MODULES._global_forward_hooks_with_kwargs,
     _MODULES._global_backward_pre_hooks,
     _MODULES._global_backward_hooks,
+    _MODULES._global_module_registration_hooks,
+    _MODULES._global_parameter_registration_hooks,
+    _MODULES._global_buffer_registration_hooks,
+    _OPTIMIZERS._global_optimizer_pre_hooks,
+    _OPTIMIZERS._global_optimizer_post_hooks,
 ]
 _Hooks = tuple[list[dict[int, Any]], bool | None]
 
 
-def take_module_hooks() -> _Hooks:
-    """The hooks for every module that there are now, and of which kind those of backward are."""
+def take_hooks() -> _Hooks:
+    """The hooks for all modules and optimizers that there are now, and of which kind those of backward are."""
     return [dict(table) for table in _HOOKS], _MODULES._global_is_full_backward_hook
 
 
-def put_module_hooks(hooks: _Hooks) -> None:
-    """Makes the hooks for every module those that `take_module_hooks` returned."""
+def put_hooks(hooks: _Hooks) -> None:
+    """Makes the hooks for all modules and optimizers those that `take_hooks` returned."""
     tables, _MODULES._global_is_full_backward_hook = hooks
     for table, content in zip(_HOOKS, tables, strict=True):
         if table or content:
             table.clear()
             table.update(content)
-
-
-# The settings that torch has once for a process: what asks for one, and what sets it.
-_C: Any = torch._C
-_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
-
-
-def _precision_of(backend: str, operator: str) -> _Setting:
-    """What asks for the precision of float32 numbers in an operator, and what sets it."""
-    return (
-        lambda: _C._get_fp32_precision_getter(backend, operator),
-        lambda precision: _C._set_fp32_precision_setter(backend, operator, precision),
-    )
-
-
-def _older(ask: Callable[[], Any], put: Callable[[Any], Any]) -> _Setting:
-    """A setting that torch does not tell where a program has set its parts apart. Then it is left alone."""
-
-    def ask_if_told() -> Any:
-        try:
-            return ask()
-        except RuntimeError:
-            return None
-
-    def put_if_told(setting: Any) -> None:
-        if setting is not None:
-            put(setting)
-
-    return ask_if_told, put_if_told
-
-
-_print_options: Any = torch._tensor_str.PRINT_OPTS
-
-_SETTINGS: list[_Setting] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_num_threads, torch.set_num_threads),
-    (_dist.get_debug_level, _dist.set_debug_level),
-    (lambda: dict(vars(_print_options)), lambda options: vars(_print_options).update(options)),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (_C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory),
-    (torch.is_warn_always_enabled, torch.set_warn_always),
-    (
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda both: torch.set_anomaly_enabled(*both),
-    ),
-    # By these names and not by those of `torch.backends`, whose setters a program can lock.
-    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
-    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
-    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
-    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
-    (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
-    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
-    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
-    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
-    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
-    (_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
-    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
-    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
-    (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
-    (
-        _C._get_cublas_allow_fp16_reduced_precision_reduction,
-        lambda both: _C._set_cublas_allow_fp16_reduced_precision_reduction(*both),
-    ),
-    (
-        _C._get_cublas_allow_bf16_reduced_precision_reduction,
-        lambda both: _C._set_cublas_allow_bf16_reduced_precision_reduction(*both),
-    ),
-    (_C._get_linalg_preferred_backend, _C._set_linalg_preferred_backend),
-    (_C._get_blas_preferred_backend, _C._set_blas_preferred_backend),
-    # The older functions come first, since they set what the newer ones set, too.
-    _older(_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
-    _older(_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
-    *[
-        _precision_of(backend, operator)
-        for backend, operators in {
-            "generic": ["all"],
-            "cuda": ["all", "matmul", "conv", "rnn"],
-            "mkldnn": ["all", "matmul", "conv", "rnn"],
-        }.items()
-        for operator in operators
-    ],
-]
-
-
-def take_settings() -> list[Any]:
-    """The settings that torch has for the process now."""
-    return [ask() for ask, _ in _SETTINGS]
-
-
-def put_settings(settings: list[Any]) -> None:
-    """Makes the settings of torch those that `take_settings` returned."""
-    for (ask, put), setting in zip(_SETTINGS, settings, strict=True):
-        if ask() != setting:
-            put(setting)
 
 
 @contextmanager
