@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, _collective_utils, _random, _redistribute, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -254,6 +257,38 @@ def test_hooks_for_every_module_are_those_of_the_rank_that_registers_them() -> N
         assert called == [("caller's", 9)]
     finally:
         callers.remove()
+
+
+def test_collectives_are_counted_by_torch() -> None:
+    """`CommDebugMode` counted none: torch calls a group that is written in Python without an operator."""
+
+    def main(rank: int) -> list[dict[str, int]]:
+        dist.init_process_group("gloo")
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        x = torch.ones(2, 4)
+        for layer in model:
+            fully_shard(layer)
+        counts = []
+        for call in (
+            lambda: dist.all_reduce(x),
+            lambda: dist.all_reduce_coalesced([x, x]),  # type: ignore[no-untyped-call]
+            lambda: dist.all_gather([x, x], x),
+            lambda: funcol.all_reduce(x, "sum", dist.group.WORLD).sum(),
+            lambda: model(x).sum().backward(),
+        ):
+            with CommDebugMode() as mode:
+                call()
+            counts.append({str(op): number for op, number in mode.get_comm_counts().items()})
+        return counts
+
+    expected = [
+        {"c10d.allreduce_": 1},
+        {"c10d.allreduce_coalesced_": 1},
+        {"c10d.allgather_": 1},
+        {"c10d_functional.all_reduce": 1},
+        {"c10d._allgather_base_": 4, "c10d._reduce_scatter_base_": 2},
+    ]
+    assert run_ranks(main, 2)[0] == [expected, expected]
 
 
 def test_ranks_hand_over_in_a_transform() -> None:

@@ -19,7 +19,7 @@ from torchstrategy.testing._ranks.refusals import (
 )
 from torchstrategy.testing._ranks.store import RankStore
 from torchstrategy.testing._ranks.tensors import name_of, reduced
-from torchstrategy.testing._ranks.torch_internals import after_backward, is_read_by_torch
+from torchstrategy.testing._ranks.torch_internals import after_backward, counted_as, is_read_by_torch
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay, tell, work_witnesses
 from torchstrategy.testing._ranks.world import World
 
@@ -158,6 +158,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Collectives
 
+    @counted_as("allreduce_")
     def allreduce(self, tensors: Values, opts: Any = None) -> RankWork:
         operation = _operation(opts)
 
@@ -167,8 +168,9 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         self._check("all_reduce", tensors, operation=operation, is_coalesced=len(tensors) > 1)
         return self._meet("all_reduce", tensors, tensors, tensors, settle, detail=name_of(operation))
 
-    allreduce_coalesced = allreduce
+    allreduce_coalesced = counted_as("allreduce_coalesced_")(allreduce.__wrapped__)  # type: ignore[attr-defined]
 
+    @counted_as("broadcast_")
     def broadcast(self, tensors: Values, opts: Any = None) -> RankWork:
         root = _root(opts)
         is_root = root == self.rank()
@@ -182,6 +184,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
             detail=f"from rank {self._ranks[root]}",
         )
 
+    @counted_as("allgather_")
     def allgather(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
         pieces = [piece for pieces in outputs for piece in pieces]
         self._check("all_gather", inputs, pieces)
@@ -189,11 +192,13 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         work.is_stacked = self.name() == "nccl" and len({piece.shape for piece in pieces}) == 1
         return work
 
+    @counted_as("_allgather_base_")
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
         self._check("all_gather", [given, output])
         check_gathered(output, given, self.size())
         return self._all_gather([given], self._pieces(output))
 
+    @counted_as("allgather_into_tensor_coalesced_")
     def all_gather_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
         self._check("all_gather", [*inputs, *outputs], is_coalesced=True)
         for output, given in zip(outputs, inputs, strict=True):
@@ -211,11 +216,13 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         size = sum(piece.nbytes for piece in pieces)
         return self._meet("all_gather", inputs, inputs, pieces, settle, size=size, same_sizes=same_sizes)
 
+    @counted_as("allgather_coalesced_")
     def allgather_coalesced(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
         self._check("all_gather", inputs, is_coalesced=True)
         by_tensor = [pieces[index] for index in range(len(inputs)) for pieces in outputs]
         return self._all_gather(inputs, by_tensor, same_sizes=False)
 
+    @counted_as("reduce_scatter_")
     def reduce_scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
         pieces = [piece for pieces in inputs for piece in pieces]
         self._check("reduce_scatter", outputs, pieces, _operation(opts))
@@ -223,11 +230,13 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         is_even = len({piece.shape for piece in pieces}) == 1
         return self._reduce_scatter(outputs, pieces, opts, shown=outputs if is_even else pieces)
 
+    @counted_as("_reduce_scatter_base_")
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
         check_scattered(output, given, self.size())
         self._check("reduce_scatter", [output, given], operation=_operation(opts))
         return self._reduce_scatter([output], self._pieces(given), opts, shown=[output])
 
+    @counted_as("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
         self._check("reduce_scatter", [*outputs, *inputs], operation=_operation(opts), is_coalesced=True)
         for output, given in zip(outputs, inputs, strict=True):
@@ -251,6 +260,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         size = sum(piece.nbytes for piece in pieces)
         return self._meet("reduce_scatter", shown, pieces, outputs, settle, detail=name_of(operation), size=size)
 
+    @counted_as("reduce_")
     def reduce(self, tensors: Values, opts: Any = None) -> RankWork:
         root, operation = _root(opts), _operation(opts)
 
@@ -262,6 +272,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         detail = f"{name_of(operation)} to rank {self._ranks[root]}"
         return self._meet("reduce", tensors, tensors, gets, settle, detail=detail)
 
+    @counted_as("gather_")
     def gather(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
         root = _root(opts)
         gets = outputs[0] if root == self.rank() else []
@@ -276,6 +287,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
             size=inputs[0].nbytes * len(self._ranks),
         )
 
+    @counted_as("scatter_")
     def scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
         root = _root(opts)
         gives = inputs[0] if root == self.rank() else []
@@ -290,10 +302,12 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
             size=outputs[0].nbytes * len(self._ranks),
         )
 
+    @counted_as("alltoall_")
     def alltoall(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
         self._check("all_to_all", [*inputs, *outputs])
         return self._all_to_all(inputs, inputs, outputs)
 
+    @counted_as("alltoall_base_")
     def all_to_all_single(
         self, output: torch.Tensor, given: torch.Tensor, to_get: Sequence[int], to_give: Sequence[int], opts: Any = None
     ) -> RankWork:

@@ -7,6 +7,7 @@ test for each. Settings of torch are in `torch_settings.py`.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Any, final
+from typing import Any, TypeVar, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +25,10 @@ from torch._functorch import pyfunctorch
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchstrategy._base.torch_internals import dispatch_modes
 from torchstrategy.testing._simulation.replacing import replacing
+
+T = TypeVar("T")
 
 _c10d: Any = torch._C._distributed_c10d
 # C++ keeps a table of process groups by name. With isolation, each thread has a table of its own.
@@ -246,6 +250,47 @@ def forget_fake_results() -> None:
     fake_tensors: Any = sys.modules.get(_FAKE_TENSORS)
     if fake_tensors is not None and fake_tensors.FakeTensorMode.cache:
         fake_tensors.FakeTensorMode.cache_clear()
+
+
+_DEBUG_MODE = "torch.distributed.tensor.debug._comm_mode"
+
+
+def counted_as(name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Makes a method of a process group one whose calls `CommDebugMode` counts.
+
+    torch calls the methods of a group of its own through operators, which this mode sees, and those of a group that is
+    written in Python directly.
+
+    Args:
+        name: Of the operator in `torch.ops.c10d`.
+    """
+
+    def wrap(method: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(method)
+        def counted(*args: Any, **options: Any) -> T:
+            if (module := sys.modules.get(_DEBUG_MODE)) is not None:
+                for mode in dispatch_modes():
+                    if isinstance(mode, module.CommDebugMode):
+                        mode.__torch_dispatch__(_Counted(getattr(torch.ops.c10d, name).default), ())
+            return method(*args, **options)
+
+        return counted
+
+    return wrap
+
+
+@final
+class _Counted:
+    """An operator that is counted, and does nothing: the method of the group does it."""
+
+    def __init__(self, operator: Any) -> None:
+        self._operator, self._overloadpacket = operator, operator._overloadpacket
+
+    def __call__(self) -> None:
+        pass
+
+    def __str__(self) -> str:
+        return str(self._operator)
 
 
 @contextmanager
