@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from typing_extensions import override
@@ -98,10 +98,15 @@ def _updated(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [
         parameter
         for group in optimizer.param_groups
-        if group.get("lr") != 0 or isinstance(group["lr"], torch.Tensor)
+        if not _is_zero(group.get("lr"))
         for parameter in group["params"]
         if parameter.grad is not None and can_be_read(parameter) and parameter.numel()
     ]
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a learning rate is 0. One in a tensor is not read, since that would wait for the device."""
+    return isinstance(rate, (int, float)) and rate == 0
 
 
 def _shared_pairs(parameters: list[torch.Tensor]) -> list[Pair]:
