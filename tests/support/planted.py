@@ -1179,6 +1179,48 @@ def schedule_is_of_all_batches(rank: int, is_right: bool) -> None:
             schedule.step()
 
 
+def fit_with_lambda(rank: int, make: Callable[[int], Callable[[int], float]], is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer, rows = sgd(model, 0.01), data()
+    sampler: Any = DistributedSampler(rows)
+    loader = DataLoader(rows, batch_size=4, sampler=sampler)
+    total = 3 * (len(loader) if is_right else len(rows) // 4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, make(total))
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for (batch,) in loader:
+            fit(model, optimizer, iter([batch.to(DEVICE)]))
+            schedule.step()
+
+
+@pair("schedule-of-all-ranks")
+def function_of_the_rate_counts_all_batches(rank: int, is_right: bool) -> None:
+    fit_with_lambda(rank, lambda total: lambda step: 1 - min(step, total) / total, is_right)
+
+
+def falling(step: int, *, warmup: int, total: int) -> float:
+    return step / warmup if step < warmup else (total - step) / (total - warmup)
+
+
+@pair("schedule-of-all-ranks")
+def argument_of_the_rate_counts_all_batches(rank: int, is_right: bool) -> None:
+    fit_with_lambda(rank, lambda total: functools.partial(falling, warmup=3, total=total), is_right)
+
+
+class Falling:
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def __call__(self, step: int) -> float:
+        return 1 - step / self.total
+
+
+@pair("schedule-of-all-ranks")
+def attribute_of_the_rate_counts_all_batches(rank: int, is_right: bool) -> None:
+    fit_with_lambda(rank, Falling, is_right)
+
+
 @pair("statistics-not-averaged", has_ranks=False)
 def average_has_no_statistics(rank: int, is_right: bool) -> None:
     torch.manual_seed(0)

@@ -26,6 +26,7 @@ waits            tensors that are used before the program has waited for them
 files            files that one rank writes and another reads, in no order
 generators       random numbers that are alike on ranks
 clipping         gradients that are clipped while they are scaled
+constants        the whole numbers that a function of the program knows
 horizons         schedules as long as the batches of all ranks
 shards           parts of gradients that ranks scale apart
 orphans          optimizers whose parameters nobody trains
