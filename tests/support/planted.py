@@ -1160,6 +1160,32 @@ def divided_layers(rank: int, finish: Finish, has_own_rows: bool = False) -> Non
         optimizer.step()
 
 
+# Frozen parameters
+
+
+def freeze_later(rank: int, optimizer: Callable[[nn.Module], torch.optim.Optimizer], is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    updates = optimizer(model)
+    for step, rows in enumerate(rows_of(rank, 6)):
+        if step == 3:
+            for parameter in model[0].parameters():  # type: ignore[index]
+                parameter.requires_grad = False
+        updates.zero_grad(set_to_none=is_right)
+        model(rows).square().mean().backward()
+        updates.step()
+
+
+@pair("frozen-but-updated", has_ranks=False)
+def moments_go_on_after_a_part_is_frozen(rank: int, is_right: bool) -> None:
+    freeze_later(rank, lambda model: torch.optim.AdamW(model.parameters()), is_right)
+
+
+@pair("frozen-but-updated", has_ranks=False)
+def decay_goes_on_after_a_part_is_frozen(rank: int, is_right: bool) -> None:
+    freeze_later(rank, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), is_right)
+
+
 # Schedules and averages
 
 

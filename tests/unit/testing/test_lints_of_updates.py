@@ -346,6 +346,66 @@ def test_the_weights_of_a_recurrent_layer_are_left_alone() -> None:
     assert names_of(program) == []
 
 
+# Frozen parameters
+
+
+def freeze(model: nn.Module, optimizer: torch.optim.Optimizer, before: Callable[[], object] = list) -> None:
+    """A part is frozen after three steps, and its gradients stay."""
+    for step, batch in enumerate(rows(7)):
+        if step == 3:
+            model[0].requires_grad_(False)  # type: ignore[index]
+        optimizer.zero_grad(set_to_none=False)
+        model(batch).square().mean().backward()
+        before()
+        optimizer.step()
+
+
+def test_a_finding_says_what_is_frozen_and_since_when() -> None:
+    def program() -> None:
+        model = make_model()
+        freeze(model, sgd(model, momentum=0.9))
+
+    (finding,) = findings_of(program)
+    assert finding.name == "frozen-but-updated" and len(finding.lines) == 1
+    assert "0.weight, 0.bias" in finding.says and "since step 4" in finding.says
+
+
+def test_frozen_parameters_that_stay_as_they_are_are_left_alone() -> None:
+    def program() -> None:
+        model = make_model()
+        freeze(model, sgd(model))
+
+    assert names_of(program) == []
+
+
+def test_frozen_parameters_with_gradients_of_the_program_are_left_alone() -> None:
+    def program() -> None:
+        model = make_model()
+
+        def write_gradients() -> None:
+            for parameter in model[0].parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+        freeze(model, sgd(model, momentum=0.9), write_gradients)
+
+    assert names_of(program) == []
+
+
+def test_parameters_that_are_frozen_only_during_the_step_are_left_alone() -> None:
+    def program() -> None:
+        model = make_model()
+        model[2].weight.data.zero_()  # the first layer gets gradients of zeros
+        optimizer = sgd(model[0], weight_decay=0.1)
+        for batch in rows(5):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            model.requires_grad_(False)
+            optimizer.step()
+            model.requires_grad_(True)
+
+    assert names_of(program) == []
+
+
 # Frozen batch norm
 
 

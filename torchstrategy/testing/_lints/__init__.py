@@ -18,6 +18,7 @@ rows             rows that several ranks get, or none
 streams          data sets without numbers of rows (`IterableDataset`) that give all ranks the same rows
 batch_norm       batch norm with the statistics of one rank
 frozen_norms     batch norm of a frozen part that is in training mode
+frozen_updates   parameters that are frozen, and that their optimizer goes on changing
 averages         averages that lack the statistics of batch norm
 scales           losses that are divided too often or not at all
 means            means of means over different numbers

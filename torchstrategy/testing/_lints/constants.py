@@ -85,8 +85,8 @@ def _plain(function: Any) -> types.FunctionType | None:
     """The function of Python that is called; None if there is none."""
     if isinstance(function, types.FunctionType):
         return function
-    of_object = function if isinstance(function, types.MethodType) else inspect.getattr_static(type(function), "__call__", None)
-    found = getattr(of_object, "__func__", of_object)
+    called = inspect.getattr_static(type(function), "__call__", None)
+    found = function.__func__ if isinstance(function, types.MethodType) else called
     return found if isinstance(found, types.FunctionType) else None
 
 

@@ -24,6 +24,7 @@ from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.frozen_norms import FrozenNorms
+from torchstrategy.testing._lints.frozen_updates import FrozenUpdates
 from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.gathered_orders import GatheredOrders
 from torchstrategy.testing._lints.generators import Generators
@@ -100,6 +101,7 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     GatheredOrders,
     Recomputed,
     DividedRows,
+    FrozenUpdates,
 )
 
 
