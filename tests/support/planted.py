@@ -1160,6 +1160,40 @@ def divided_layers(rank: int, finish: Finish, has_own_rows: bool = False) -> Non
         optimizer.step()
 
 
+# Memory that is shared, or no longer
+
+
+@pair("tie-is-lost", has_ranks=False)
+def weights_are_tied_before_they_are_moved(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    embed, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+    if is_right:
+        head.weight = embed.weight
+    else:
+        head.weight.data = embed.weight.data
+    model = nn.Sequential(embed, nn.Tanh(), head).to(DEVICE, torch.float64)
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows.abs().long().clamp(0, 5)).square().mean().backward()
+        optimizer.step()
+
+
+@pair("state-is-the-weights", has_ranks=False)
+def best_weights_are_no_copy(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    best, least = model.state_dict(), float("inf")
+    for rows in rows_of(rank):
+        fit(model, optimizer, iter([rows]))
+        loss = float(model(rows).detach().square().mean())
+        if loss < least:
+            least, best = loss, copy.deepcopy(model.state_dict()) if is_right else model.state_dict()
+        fit(model, optimizer, iter([rows]))
+    model.load_state_dict(best)
+
+
 # Frozen parameters
 
 

@@ -346,6 +346,41 @@ def test_the_weights_of_a_recurrent_layer_are_left_alone() -> None:
     assert names_of(program) == []
 
 
+# Parameters that had the same memory
+
+
+def fit_moved(tie: Callable[[nn.Embedding, nn.Linear], object], after: Callable[[Tied], object] = list) -> None:
+    model = Tied(tie).double()
+    after(model)
+    fit(model, sgd(model))
+
+
+def test_a_tie_by_data_is_lost_when_the_module_is_moved() -> None:
+    (finding,) = findings_of(lambda: fit_moved(by_data, lambda model: None))
+    assert finding.name == "tie-is-lost" and len(finding.lines) == 2
+    assert finding.says.startswith("embed.weight and head.weight are two parameters")
+
+
+def tie_again(model: Tied) -> None:
+    model.head.weight = model.embed.weight
+
+
+def freeze_one(model: Tied) -> None:
+    model.head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("after", [tie_again, freeze_one])
+def test_a_tie_that_is_made_again_or_not_trained_is_left_alone(after: Callable[[Tied], object]) -> None:
+    assert names_of(lambda: fit_moved(by_data, after)) == []
+
+
+@pytest.mark.parametrize("tie", [one_parameter, parts_of_a_buffer, columns_of_a_buffer])
+def test_moved_parameters_that_were_not_the_same_are_left_alone(
+    tie: Callable[[nn.Embedding, nn.Linear], object],
+) -> None:
+    assert names_of(lambda: fit_moved(tie, lambda model: None)) == []
+
+
 # Frozen parameters
 
 

@@ -44,9 +44,11 @@ divided          parameters that all ranks have whole, in a model that they divi
 unsharded        parameters beside those of `fully_shard`
 scaled_steps     steps with gradients that are multiplied by the scale of mixed precision
 ties             parameters that share their memory
+lost_ties        parameters that shared their memory until their module was moved
 roundings        weights in bfloat16 that their updates do not change
 replaced_optimizers  schedulers whose optimizer makes no steps
 checkpoints      checkpoints that a program loads, and what takes its values from them
+kept_states      states that a program keeps, and whose memory is that of the module
 resumes          training that goes on from a checkpoint with an optimizer that has forgotten what it knew
 repeated_epochs  samplers that begin again with epochs that were trained before a checkpoint
 padding          rows of an evaluation that count twice

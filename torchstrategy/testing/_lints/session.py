@@ -30,8 +30,10 @@ from torchstrategy.testing._lints.gathered_orders import GatheredOrders
 from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.gradient_hooks import GradientHooks
 from torchstrategy.testing._lints.horizons import Horizons
+from torchstrategy.testing._lints.kept_states import KeptStates
 from torchstrategy.testing._lints.lint import Follower, Lint, Seen
 from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
+from torchstrategy.testing._lints.lost_ties import LostTies
 from torchstrategy.testing._lints.means import Means
 from torchstrategy.testing._lints.modes import Modes
 from torchstrategy.testing._lints.opponents import Opponents
@@ -102,6 +104,8 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     Recomputed,
     DividedRows,
     FrozenUpdates,
+    LostTies,
+    KeptStates,
 )
 
 

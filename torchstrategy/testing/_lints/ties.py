@@ -63,7 +63,7 @@ class Ties(Lint):
         seen.steps += 1
         if seen.steps & (seen.steps - 1):  # the first step, and then ever less often
             return
-        shared = [pair for pair in _shared_pairs(_updated(optimizer)) if not _have_one_gradient(*pair)]
+        shared = [pair for pair in _shared_pairs(_updated(optimizer)) if not have_one_gradient(*pair)]
         pairs = {(id(first), id(second)) for first, second in shared}
         if not pairs or pairs != seen.pairs:
             seen.looks = 0
@@ -144,7 +144,7 @@ def _is_in_one_piece(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _have_one_gradient(first: torch.Tensor, second: torch.Tensor) -> bool:
+def have_one_gradient(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether the program has added up their gradients itself, and given both the sum."""
     one, other = first.grad, second.grad
     if one is None or other is None or one.shape != other.shape or not (can_be_read(one) and can_be_read(other)):
