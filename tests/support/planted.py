@@ -1160,6 +1160,66 @@ def divided_layers(rank: int, finish: Finish, has_own_rows: bool = False) -> Non
         optimizer.step()
 
 
+# Memory that is shared, or no longer
+
+
+@pair("tie-is-lost", has_ranks=False)
+def weights_are_tied_before_they_are_moved(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    embed, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+    if is_right:
+        head.weight = embed.weight
+    else:
+        head.weight.data = embed.weight.data
+    model = nn.Sequential(embed, nn.Tanh(), head).to(DEVICE, torch.float64)
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows.abs().long().clamp(0, 5)).square().mean().backward()
+        optimizer.step()
+
+
+@pair("state-is-the-weights", has_ranks=False)
+def best_weights_are_no_copy(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    best, least = model.state_dict(), float("inf")
+    for rows in rows_of(rank):
+        fit(model, optimizer, iter([rows]))
+        loss = float(model(rows).detach().square().mean())
+        if loss < least:
+            least, best = loss, copy.deepcopy(model.state_dict()) if is_right else model.state_dict()
+        fit(model, optimizer, iter([rows]))
+    model.load_state_dict(best)
+
+
+# Frozen parameters
+
+
+def freeze_later(rank: int, optimizer: Callable[[nn.Module], torch.optim.Optimizer], is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    updates = optimizer(model)
+    for step, rows in enumerate(rows_of(rank, 6)):
+        if step == 3:
+            for parameter in model[0].parameters():  # type: ignore[index]
+                parameter.requires_grad = False
+        updates.zero_grad(set_to_none=is_right)
+        model(rows).square().mean().backward()
+        updates.step()
+
+
+@pair("frozen-but-updated", has_ranks=False)
+def moments_go_on_after_a_part_is_frozen(rank: int, is_right: bool) -> None:
+    freeze_later(rank, lambda model: torch.optim.AdamW(model.parameters()), is_right)
+
+
+@pair("frozen-but-updated", has_ranks=False)
+def decay_goes_on_after_a_part_is_frozen(rank: int, is_right: bool) -> None:
+    freeze_later(rank, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), is_right)
+
+
 # Schedules and averages
 
 
@@ -1177,6 +1237,48 @@ def schedule_is_of_all_batches(rank: int, is_right: bool) -> None:
         for (batch,) in loader:
             fit(model, optimizer, iter([batch.to(DEVICE)]))
             schedule.step()
+
+
+def fit_with_lambda(rank: int, make: Callable[[int], Callable[[int], float]], is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer, rows = sgd(model, 0.01), data()
+    sampler: Any = DistributedSampler(rows)
+    loader = DataLoader(rows, batch_size=4, sampler=sampler)
+    total = 3 * (len(loader) if is_right else len(rows) // 4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, make(total))
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for (batch,) in loader:
+            fit(model, optimizer, iter([batch.to(DEVICE)]))
+            schedule.step()
+
+
+@pair("schedule-of-all-ranks")
+def function_of_the_rate_counts_all_batches(rank: int, is_right: bool) -> None:
+    fit_with_lambda(rank, lambda total: lambda step: 1 - min(step, total) / total, is_right)
+
+
+def falling(step: int, *, warmup: int, total: int) -> float:
+    return step / warmup if step < warmup else (total - step) / (total - warmup)
+
+
+@pair("schedule-of-all-ranks")
+def argument_of_the_rate_counts_all_batches(rank: int, is_right: bool) -> None:
+    fit_with_lambda(rank, lambda total: functools.partial(falling, warmup=3, total=total), is_right)
+
+
+class Falling:
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def __call__(self, step: int) -> float:
+        return 1 - step / self.total
+
+
+@pair("schedule-of-all-ranks")
+def attribute_of_the_rate_counts_all_batches(rank: int, is_right: bool) -> None:
+    fit_with_lambda(rank, Falling, is_right)
 
 
 @pair("statistics-not-averaged", has_ranks=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,30 @@ def test_the_runner_reports_findings_and_is_strict(tmp_path: Path) -> None:
     status, names, said = run(tmp_path, "set_epoch_is_missing", "bad", "--strict")
     assert status == 1 and names == ["same-order"], said
     assert "Findings: 1\n  same-order: " in said and "set_epoch(epoch)" in said
+
+
+CAPTURED = """
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.1, device="cuda"), capturable=True)
+    weight.grad = torch.ones(4, device="cuda")
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    graph.replay()
+    assert abs(weight[0].item() - 0.8) < 1e-3
+"""
+
+
+def test_lints_do_not_wait_for_a_learning_rate_on_the_device(tmp_path: Path) -> None:
+    """A graph that captures the step of such an optimizer failed: a lint compared the rate with 0."""
+    (tmp_path / "program.py").write_text(textwrap.dedent(CAPTURED))
+    arguments = ("-m", "torchstrategy.testing.run", "--as-cuda", "--strict", "program.py")
+    done = python("-W", "ignore", *arguments, folder=tmp_path, **NO_ACCELERATOR)
+    assert done.returncode == 0, done.stderr
+    assert "a number is read  program.py:7" not in done.stderr
 
 
 @takes_long

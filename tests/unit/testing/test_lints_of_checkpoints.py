@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -247,6 +248,50 @@ def test_a_pass_without_training_is_left_alone() -> None:
 def test_other_numbers_are_no_epoch_of_the_checkpoint(more: dict[str, Any]) -> None:
     file = saved(**more)
     assert names_of(lambda: run_ranks(lambda rank: train_epochs(file, lambda _: 0), RANKS)) == []
+
+
+# States that are kept
+
+
+def keep(take: Callable[[nn.Module], Any], between: int = 3) -> None:
+    """A state is taken after three steps, and loaded after some more."""
+    model = make_model()
+    optimizer = adam(model)
+    fit(model, optimizer, 0, 3)
+    state = take(model)
+    fit(model, optimizer, 3, 3 + between)
+    model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("take", [lambda model: model.state_dict(), lambda model: dict(model.state_dict())])
+def test_a_state_that_has_followed_the_steps(take: Callable[[nn.Module], Any]) -> None:
+    (finding,) = findings_of(lambda: keep(take))
+    assert finding.name == "state-is-the-weights" and len(finding.lines) == 2
+    assert "the 3 steps since then" in finding.says and "all 4 parameters" in finding.says
+
+
+def test_a_state_that_is_loaded_again_at_once_is_left_alone() -> None:
+    assert names_of(lambda: keep(lambda model: model.state_dict(), between=0)) == []
+
+
+def test_a_state_with_other_tensors_is_left_alone() -> None:
+    def take(model: nn.Module) -> dict[str, Any]:
+        state = model.state_dict()
+        return {**state, "0.weight": torch.zeros_like(state["0.weight"])}
+
+    assert names_of(lambda: keep(take)) == []
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda model: copy.deepcopy(model.state_dict()),
+        lambda model: {name: value.clone() for name, value in model.state_dict().items()},
+        lambda model: copy.deepcopy(model).state_dict(),
+    ],
+)
+def test_a_copy_of_a_state_is_left_alone(take: Callable[[nn.Module], Any]) -> None:
+    assert names_of(lambda: keep(take)) == []
 
 
 # Silence

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from linted import findings_of, findings_of_file
+from linted import findings_of, findings_of_file, names_of
 from torchstrategy.testing import run_ranks
 
 RANKS = 2
@@ -178,6 +182,76 @@ def test_several_schedules_in_a_chain_are_left_alone() -> None:
         return ChainedScheduler([falls_to_zero(6)(optimizer), falls_to_zero(8)(optimizer)])
 
     assert findings_of(lambda: accumulate(chain, each=False)) == []
+
+
+# Schedules by a function
+
+
+def fit_by_function(rank: int, make: Callable[[int], Callable[[int], float]], is_of_epochs: bool = False) -> None:
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(make_model())
+    optimizer, data = sgd(model), TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+    sampler: Any = DistributedSampler(data)
+    schedule = LambdaLR(optimizer, make(3 * 8))
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for (batch,) in DataLoader(data, 4, sampler=sampler):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            if not is_of_epochs:
+                schedule.step()
+        if is_of_epochs:
+            schedule.step()
+
+
+def falls(step: int, total: int) -> float:
+    return 1 - min(step, total) / total
+
+
+class Trainer:
+    """An object that knows how many batches all ranks have, and has a schedule that does not ask for it."""
+
+    def __init__(self, total: int) -> None:
+        self.batches_of_all, self.total = total, total // RANKS
+
+    def rate(self, step: int) -> float:
+        return falls(step, self.total)
+
+
+WORLD = RANKS
+BY_FUNCTION: dict[str, Callable[[int], Callable[[int], float]]] = {
+    "the steps of all ranks are counted": lambda total: lambda step: falls(step * WORLD, total),
+    "torch is asked for the ranks": lambda total: lambda step: falls(step * dist.get_world_size(), total),
+    "the other number belongs to the object": lambda total: Trainer(total).rate,
+    "the length is that of a rank": lambda total: lambda step, total=total // RANKS: falls(step, total),
+    "a longer schedule is cut": lambda total: functools.partial(falls, total=10 * total),
+}
+
+
+@pytest.mark.parametrize("name", BY_FUNCTION)
+def test_a_function_that_counts_as_it_should_is_left_alone(name: str) -> None:
+    assert names_of(lambda: run_ranks(lambda rank: fit_by_function(rank, BY_FUNCTION[name]), RANKS)) == []
+
+
+def test_a_function_of_the_epoch_is_left_alone() -> None:
+    def program(rank: int) -> None:
+        fit_by_function(rank, lambda total: lambda epoch: falls(epoch, 3), is_of_epochs=True)
+
+    assert names_of(lambda: run_ranks(program, RANKS)) == []
+
+
+def test_a_function_that_calls_another_one_and_counts_all_batches() -> None:
+    """The number stands two functions deep, as where a warmup wraps the rest of a schedule."""
+
+    def after_warmup(rest: Callable[[int], float]) -> Callable[[int], float]:
+        return lambda step: step / 3 if step < 3 else rest(step)
+
+    def program(rank: int) -> None:
+        fit_by_function(rank, lambda total: after_warmup(lambda step: falls(step, total)))
+
+    (finding,) = findings_of(lambda: run_ranks(program, RANKS))
+    assert finding.name == "schedule-of-all-ranks" and "The LambdaLR" in finding.says and "total=24" in finding.says
 
 
 # Silence

@@ -346,6 +346,101 @@ def test_the_weights_of_a_recurrent_layer_are_left_alone() -> None:
     assert names_of(program) == []
 
 
+# Parameters that had the same memory
+
+
+def fit_moved(tie: Callable[[nn.Embedding, nn.Linear], object], after: Callable[[Tied], object] = list) -> None:
+    model = Tied(tie).double()
+    after(model)
+    fit(model, sgd(model))
+
+
+def test_a_tie_by_data_is_lost_when_the_module_is_moved() -> None:
+    (finding,) = findings_of(lambda: fit_moved(by_data, lambda model: None))
+    assert finding.name == "tie-is-lost" and len(finding.lines) == 2
+    assert finding.says.startswith("embed.weight and head.weight are two parameters")
+
+
+def tie_again(model: Tied) -> None:
+    model.head.weight = model.embed.weight
+
+
+def freeze_one(model: Tied) -> None:
+    model.head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("after", [tie_again, freeze_one])
+def test_a_tie_that_is_made_again_or_not_trained_is_left_alone(after: Callable[[Tied], object]) -> None:
+    assert names_of(lambda: fit_moved(by_data, after)) == []
+
+
+@pytest.mark.parametrize("tie", [one_parameter, parts_of_a_buffer, columns_of_a_buffer])
+def test_moved_parameters_that_were_not_the_same_are_left_alone(
+    tie: Callable[[nn.Embedding, nn.Linear], object],
+) -> None:
+    assert names_of(lambda: fit_moved(tie, lambda model: None)) == []
+
+
+# Frozen parameters
+
+
+def freeze(model: nn.Module, optimizer: torch.optim.Optimizer, before: Callable[[], object] = list) -> None:
+    """A part is frozen after three steps, and its gradients stay."""
+    for step, batch in enumerate(rows(7)):
+        if step == 3:
+            model[0].requires_grad_(False)  # type: ignore[index]
+        optimizer.zero_grad(set_to_none=False)
+        model(batch).square().mean().backward()
+        before()
+        optimizer.step()
+
+
+def test_a_finding_says_what_is_frozen_and_since_when() -> None:
+    def program() -> None:
+        model = make_model()
+        freeze(model, sgd(model, momentum=0.9))
+
+    (finding,) = findings_of(program)
+    assert finding.name == "frozen-but-updated" and len(finding.lines) == 1
+    assert "0.weight, 0.bias" in finding.says and "since step 4" in finding.says
+
+
+def test_frozen_parameters_that_stay_as_they_are_are_left_alone() -> None:
+    def program() -> None:
+        model = make_model()
+        freeze(model, sgd(model))
+
+    assert names_of(program) == []
+
+
+def test_frozen_parameters_with_gradients_of_the_program_are_left_alone() -> None:
+    def program() -> None:
+        model = make_model()
+
+        def write_gradients() -> None:
+            for parameter in model[0].parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+        freeze(model, sgd(model, momentum=0.9), write_gradients)
+
+    assert names_of(program) == []
+
+
+def test_parameters_that_are_frozen_only_during_the_step_are_left_alone() -> None:
+    def program() -> None:
+        model = make_model()
+        model[2].weight.data.zero_()  # the first layer gets gradients of zeros
+        optimizer = sgd(model[0], weight_decay=0.1)
+        for batch in rows(5):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            model.requires_grad_(False)
+            optimizer.step()
+            model.requires_grad_(True)
+
+    assert names_of(program) == []
+
+
 # Frozen batch norm
 
 

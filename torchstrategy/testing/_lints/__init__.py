@@ -18,6 +18,7 @@ rows             rows that several ranks get, or none
 streams          data sets without numbers of rows (`IterableDataset`) that give all ranks the same rows
 batch_norm       batch norm with the statistics of one rank
 frozen_norms     batch norm of a frozen part that is in training mode
+frozen_updates   parameters that are frozen, and that their optimizer goes on changing
 averages         averages that lack the statistics of batch norm
 scales           losses that are divided too often or not at all
 means            means of means over different numbers
@@ -26,6 +27,7 @@ waits            tensors that are used before the program has waited for them
 files            files that one rank writes and another reads, in no order
 generators       random numbers that are alike on ranks
 clipping         gradients that are clipped while they are scaled
+constants        the whole numbers that a function of the program knows
 horizons         schedules as long as the batches of all ranks
 shards           parts of gradients that ranks scale apart
 orphans          optimizers whose parameters nobody trains
@@ -42,9 +44,11 @@ divided          parameters that all ranks have whole, in a model that they divi
 unsharded        parameters beside those of `fully_shard`
 scaled_steps     steps with gradients that are multiplied by the scale of mixed precision
 ties             parameters that share their memory
+lost_ties        parameters that shared their memory until their module was moved
 roundings        weights in bfloat16 that their updates do not change
 replaced_optimizers  schedulers whose optimizer makes no steps
 checkpoints      checkpoints that a program loads, and what takes its values from them
+kept_states      states that a program keeps, and whose memory is that of the module
 resumes          training that goes on from a checkpoint with an optimizer that has forgotten what it knew
 repeated_epochs  samplers that begin again with epochs that were trained before a checkpoint
 padding          rows of an evaluation that count twice

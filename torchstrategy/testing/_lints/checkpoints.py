@@ -114,7 +114,7 @@ Tell = Callable[..., None]
 def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
     """What tells of checkpoints, in place of functions of torch."""
 
-    load, set_epoch = torch.load, DistributedSampler.set_epoch
+    load, set_epoch, give_state = torch.load, DistributedSampler.set_epoch, torch.nn.Module.state_dict
     load_module, load_optimizer = torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict
 
     @functools.wraps(load)
@@ -122,6 +122,13 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
         result = load(*args, **kwargs)
         tell("saw", "unpickled", result)
         return result
+
+    @functools.wraps(give_state)
+    def giving(module: Any, *args: Any, **kwargs: Any) -> Any:
+        state = give_state(module, *args, **kwargs)
+        if not args and kwargs.get("destination") is None and not torch.compiler.is_compiling():  # the whole of it
+            tell("saw", "gave_state", module, state)
+        return state
 
     @functools.wraps(load_module)
     def restoring(module: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +150,7 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
 
     return [
         (torch, "load", loading),
+        (torch.nn.Module, "state_dict", giving),
         (torch.nn.Module, "load_state_dict", restoring),
         (torch.optim.Optimizer, "load_state_dict", restoring_optimizer),
         (DistributedSampler, "set_epoch", setting),

@@ -10,22 +10,32 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._lints.constants import constants_of, mentions
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
 
 _HORIZONS = ("T_max", "total_steps", "total_iters")
+_OF_RANKS = ("get_world_size", "WORLD_SIZE")  # a function that uses one may count the steps of all ranks
 _ENOUGH = 2  # epochs: a trial of one epoch, of two that are meant, is no mistake
 
 
 @final
 @dataclass
 class _Schedule:
+    """What is known of a schedule.
+
+    Attributes:
+        place: Where it was made.
+        kind: Its class.
+        horizons: The numbers that may be its length, by name.
+        steps: How many it has made.
+    """
+
     place: Place
     kind: str
-    name: str
-    horizon: int
+    horizons: dict[str, int]
     steps: int = 0
 
 
@@ -61,10 +71,10 @@ class Horizons(Lint):
     def scheduled(self, facts: Facts, scheduler: Any) -> None:
         known = self._schedules[facts.rank]
         if scheduler not in known:
-            name = next((name for name in _HORIZONS if isinstance(getattr(scheduler, name, None), int)), None)
-            if name is None or facts.size < 2:
+            horizons = _horizons_of(scheduler) if facts.size > 1 else {}
+            if not horizons:
                 return
-            known[scheduler] = _Schedule(here(), type(scheduler).__name__, name, getattr(scheduler, name))
+            known[scheduler] = _Schedule(here(), type(scheduler).__name__, horizons)
             self._in_order[facts.rank].append(known[scheduler])
         known[scheduler].steps = scheduler.last_epoch
 
@@ -109,29 +119,48 @@ class Horizons(Lint):
         size, batch, batches, rows = epochs.sizes[0]
         if abs(rows * ranks - size) >= batch * ranks:  # its sampler does not divide the rows
             return []
-        those = [one for one in self._in_order[rank] if _is_of_all(one, len(epochs.sizes), size, batch, batches)]
-        return [_finding(one, len(epochs.sizes), -(-size // batch), batches, ranks) for one in those]
+        found = []
+        for schedule in self._in_order[rank]:
+            counts = _counts_of_all(schedule, len(epochs.sizes), size, batch, batches)
+            names = [name for name, number in schedule.horizons.items() if number in counts]
+            numbers = schedule.horizons.values()
+            if names and not (len(numbers) > 1 and {ranks, schedule.steps} & {*numbers}):  # it may divide by the ranks
+                found.append(_finding(schedule, names[0], len(epochs.sizes), -(-size // batch), batches, ranks))
+        return found
 
 
-def _is_of_all(schedule: _Schedule, epochs: int, size: int, batch: int, batches: int) -> bool:
-    """Whether it is as long as all epochs were if one rank had all rows, and was used for those of this rank."""
-    if schedule.steps < 1 or schedule.steps % epochs or schedule.horizon <= schedule.steps:
-        return False
+def _horizons_of(scheduler: Any) -> dict[str, int]:
+    """The numbers that may be the length of a schedule, by name."""
+    for name in _HORIZONS:
+        if isinstance(number := getattr(scheduler, name, None), int):
+            return {name: number}
+    functions = getattr(scheduler, "lr_lambdas", None)
+    functions = functions if isinstance(functions, list) else []
+    if any(mentions(function, *_OF_RANKS) for function in functions):
+        return {}
+    return {name: number for function in functions for name, number in constants_of(function).items()}
+
+
+def _counts_of_all(schedule: _Schedule, epochs: int, size: int, batch: int, batches: int) -> set[int]:
+    """How long it were if one rank had all rows; nothing if it was not used for all batches of this rank."""
+    if schedule.steps < 1 or schedule.steps % epochs:
+        return set()
     every = max(1, round(batches / (schedule.steps // epochs)))  # batches in a step
     if schedule.steps // epochs not in (batches // every, -(-batches // every)):
-        return False
+        return set()
     whole = (size // batch, -(-size // batch))
     of_epoch = {number // every for number in whole} | {-(-number // every) for number in whole}
     counts = {epochs * number for number in of_epoch} | {epochs * number // every for number in whole}
-    return batches < min(whole) and schedule.horizon in counts
+    return {count for count in counts if count > schedule.steps} if batches < min(whole) else set()
 
 
-def _finding(schedule: _Schedule, epochs: int, whole: int, batches: int, ranks: int) -> Finding | None:
+def _finding(schedule: _Schedule, name: str, epochs: int, whole: int, batches: int, ranks: int) -> Finding | None:
+    horizon = schedule.horizons[name]
     return finding(
         "schedule-of-all-ranks",
-        f"The {schedule.kind} that is made at {schedule.place} has {schedule.name}={schedule.horizon}, which is for "
+        f"The {schedule.kind} that is made at {schedule.place} has {name}={horizon}, which is for "
         f"{epochs} epochs of all {whole} batches, and each of {ranks} ranks has {batches} of them: training ended "
-        f"after {schedule.steps} of its {schedule.horizon} steps.",
+        f"after {schedule.steps} of its {horizon} steps.",
         "Count with the loader of a rank, `epochs * len(loader)`, and not with `len(dataset)`.",
         [schedule.place],
     )

@@ -81,6 +81,12 @@ class Lint:
     def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
         """A module has loaded its `state_dict`, and has returned which names did not fit."""
 
+    def gave_state(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any]) -> None:
+        """A module has given its `state_dict`."""
+
+    def moved(self, facts: Facts, module: torch.nn.Module, ties: list[tuple[str, str]]) -> None:
+        """A module was moved, as by `.to()`, and some of its parameters, two each, have had the same memory before."""
+
     def restored_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """An optimizer has loaded its `state_dict`."""
 

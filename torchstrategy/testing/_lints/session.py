@@ -24,13 +24,16 @@ from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.frozen_norms import FrozenNorms
+from torchstrategy.testing._lints.frozen_updates import FrozenUpdates
 from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.gathered_orders import GatheredOrders
 from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.gradient_hooks import GradientHooks
 from torchstrategy.testing._lints.horizons import Horizons
+from torchstrategy.testing._lints.kept_states import KeptStates
 from torchstrategy.testing._lints.lint import Follower, Lint, Seen
 from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
+from torchstrategy.testing._lints.lost_ties import LostTies
 from torchstrategy.testing._lints.means import Means
 from torchstrategy.testing._lints.modes import Modes
 from torchstrategy.testing._lints.opponents import Opponents
@@ -100,6 +103,9 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     GatheredOrders,
     Recomputed,
     DividedRows,
+    FrozenUpdates,
+    LostTies,
+    KeptStates,
 )
 
 

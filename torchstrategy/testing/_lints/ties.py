@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from typing_extensions import override
@@ -63,7 +63,7 @@ class Ties(Lint):
         seen.steps += 1
         if seen.steps & (seen.steps - 1):  # the first step, and then ever less often
             return
-        shared = [pair for pair in _shared_pairs(_updated(optimizer)) if not _have_one_gradient(*pair)]
+        shared = [pair for pair in _shared_pairs(_updated(optimizer)) if not have_one_gradient(*pair)]
         pairs = {(id(first), id(second)) for first, second in shared}
         if not pairs or pairs != seen.pairs:
             seen.looks = 0
@@ -98,10 +98,15 @@ def _updated(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [
         parameter
         for group in optimizer.param_groups
-        if group.get("lr") != 0 or isinstance(group["lr"], torch.Tensor)
+        if not _is_zero(group.get("lr"))
         for parameter in group["params"]
         if parameter.grad is not None and can_be_read(parameter) and parameter.numel()
     ]
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a learning rate is 0. One in a tensor is not read, since that would wait for the device."""
+    return isinstance(rate, (int, float)) and rate == 0
 
 
 def _shared_pairs(parameters: list[torch.Tensor]) -> list[Pair]:
@@ -139,7 +144,7 @@ def _is_in_one_piece(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _have_one_gradient(first: torch.Tensor, second: torch.Tensor) -> bool:
+def have_one_gradient(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether the program has added up their gradients itself, and given both the sum."""
     one, other = first.grad, second.grad
     if one is None or other is None or one.shape != other.shape or not (can_be_read(one) and can_be_read(other)):

@@ -19,6 +19,9 @@ LoaderIterator: Any = dataloader._BaseDataLoaderIter
 NormBase: Any = batchnorm._NormBase
 BatchNorm: Any = batchnorm._BatchNorm
 
+# What all of `Module.to`, `cuda`, `half` and their kin call, for the module and for each in it.
+APPLY = "_apply"
+
 # A block without dispatch modes. A number that autograd has saved is a tensor which, in a mode, turns into a number.
 without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 

@@ -21,6 +21,7 @@ from torchstrategy.testing._lints.files import replaced as replaced_for_files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.gradient_hooks import replaced as replaced_for_hooks
+from torchstrategy.testing._lints.lost_ties import replaced as replaced_for_ties
 from torchstrategy.testing._lints.session import Session
 from torchstrategy.testing._lints.torch_internals import LoaderIterator, replaced_functions, scale_of
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay, WorkWitness, witnesses, work_witnesses
@@ -100,6 +101,7 @@ class Watch:
         work_witnesses.append(work)
         try:
             more = [*replaced_for_checkpoints(self._tell), *replaced_for_hooks(self._tell), *replaced_functions()]
+            more += replaced_for_ties(self._tell)
             with replacing([*self._replaced(), *replaced_for_files(self._file), *more]):
                 yield
         finally:
