@@ -259,20 +259,21 @@ def test_hooks_for_every_module_are_those_of_the_rank_that_registers_them() -> N
         callers.remove()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.distributed.all_reduce_coalesced`")
 def test_collectives_are_counted_by_torch() -> None:
     """`CommDebugMode` counted none: torch calls a group that is written in Python without an operator."""
 
     def main(rank: int) -> list[dict[str, int]]:
         dist.init_process_group("gloo")
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        x = torch.ones(2, 4)
+        x = torch.ones(2, 4, requires_grad=True)
         for layer in model:
             fully_shard(layer)
         counts = []
         for call in (
-            lambda: dist.all_reduce(x),
-            lambda: dist.all_reduce_coalesced([x, x]),  # type: ignore[no-untyped-call]
-            lambda: dist.all_gather([x, x], x),
+            lambda: dist.all_reduce(torch.ones(1)),
+            lambda: dist.all_reduce_coalesced([torch.ones(1)]),  # type: ignore[no-untyped-call]
+            lambda: dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1)),
             lambda: funcol.all_reduce(x, "sum", dist.group.WORLD).sum(),
             lambda: model(x).sum().backward(),
         ):
