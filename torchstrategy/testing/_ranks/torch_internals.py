@@ -338,14 +338,27 @@ def groups_made_by(
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
         yield (store_of(), *ranks(rank, world_size))
 
-    in_place: list[tuple[Any, str, Any]] = [
+    in_place = [
         (c10d, "_new_process_group_helper", helper),
         (c10d, "rendezvous", rendezvous),
+        *[(module, name, kind) for name, kind in stores.items() for module in _MAKING_STORES],
+        *_replaced_for_ranks(),
+    ]
+    try:
+        with replacing(in_place):
+            yield
+    finally:
+        plugins: Any = dist.Backend._plugins
+        del plugins[_BACKEND.upper()]  # it holds all of the run
+
+
+def _replaced_for_ranks() -> list[tuple[Any, str, Any]]:
+    """What else of torch would wait, ask for gloo or NCCL, or be one for all ranks: its owner, name and replacement."""
+    in_place: list[tuple[Any, str, Any]] = [
         (c10d, "_store_based_barrier", lambda *args, **options: None),
         (c10d, "_get_object_coll_device", _keep_objects_here(c10d._get_object_coll_device)),
         (c10d, "_get_default_timeout", lambda backend: _TIMEOUT),  # torch's warns where it has no NCCL
         (torch.cuda.nccl, "version", lambda: _NCCL),
-        *[(module, name, kind) for name, kind in stores.items() for module in _MAKING_STORES],
         (_DDP, "_get_ddp_logging_data", _name_the_backend(_DDP._get_ddp_logging_data)),
         (Join, "notify_join_context", staticmethod(_keep_works(Join.notify_join_context))),
         (_GROUPS, "WORLD", property(_read_default_group, _GROUPS.WORLD.fset)),
@@ -354,12 +367,7 @@ def groups_made_by(
         in_place.append((dist.rpc, "init_rpc", _refuse_rpc))
     if hasattr(c10d, _RECORDER):
         in_place.append((c10d, _RECORDER, lambda *args: None))
-    try:
-        with replacing(in_place):
-            yield
-    finally:
-        plugins: Any = dist.Backend._plugins
-        del plugins[_BACKEND.upper()]  # it holds all of the run
+    return in_place
 
 
 def _refuse_rpc(*args: Any, **options: Any) -> None:
