@@ -15,7 +15,6 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
 
-
 _LastSteps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
 
 
