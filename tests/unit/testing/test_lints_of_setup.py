@@ -225,6 +225,7 @@ BY_FUNCTION: dict[str, Callable[[int], Callable[[int], float]]] = {
     "torch is asked for the ranks": lambda total: lambda step: falls(step * dist.get_world_size(), total),
     "the other number belongs to the object": lambda total: Trainer(total).rate,
     "the length is that of a rank": lambda total: lambda step, total=total // RANKS: falls(step, total),
+    "a factor stands in the function": lambda total: lambda step: falls(step, 10 * total),
     "a longer schedule is cut": lambda total: functools.partial(falls, total=10 * total),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import types
@@ -25,6 +26,17 @@ def constants_of(function: Any) -> dict[str, int]:
 def mentions(function: Any, *words: str) -> bool:
     """Whether a function, or one that it calls, uses one of some names or strings."""
     return any(word in (*code.co_names, *code.co_consts) for code in _codes(function, _DEEPEST) for word in words)
+
+
+def multiplies(function: Any) -> bool:
+    """Whether a function, or one that it calls, multiplies, and has a whole number above 2 in its code: `10 * epochs`."""
+    return any(_multiplies(list(dis.get_instructions(code))) for code in _codes(function, _DEEPEST))
+
+
+def _multiplies(instructions: list[dis.Instruction]) -> bool:
+    numbers = [one.argval for one in instructions if one.opname in ("LOAD_CONST", "LOAD_SMALL_INT")]
+    is_product = any(one.opname == "BINARY_MULTIPLY" or one.argrepr == "*" for one in instructions)
+    return is_product and any(isinstance(number, int) and number > 2 for number in numbers)
 
 
 def _numbers(function: Any, depth: int) -> Iterator[tuple[str, int]]:

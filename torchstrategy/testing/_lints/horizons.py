@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.constants import constants_of, mentions
+from torchstrategy.testing._lints.constants import constants_of, mentions, multiplies
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
@@ -136,7 +136,7 @@ def _horizons_of(scheduler: Any) -> dict[str, int]:
             return {name: number}
     functions = getattr(scheduler, "lr_lambdas", None)
     functions = functions if isinstance(functions, list) else []
-    if any(mentions(function, *_OF_RANKS) for function in functions):
+    if any(mentions(function, *_OF_RANKS) or multiplies(function) for function in functions):
         return {}
     return {name: number for function in functions for name, number in constants_of(function).items()}
 
