@@ -168,7 +168,6 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "zeroed",
         },
         {
-            "lost_ties",
             "averages",
             "frozen_norms",
             "gradient_hooks",

@@ -29,7 +29,7 @@ def mentions(function: Any, *words: str) -> bool:
 
 
 def multiplies(function: Any) -> bool:
-    """Whether a function, or one that it calls, multiplies, and has a whole number above 2 in its code: `10 * epochs`."""
+    """Whether a function, or one that it calls, multiplies and has a whole number above 2, as in `10 * epochs`."""
     return any(_multiplies(list(dis.get_instructions(code))) for code in _codes(function, _DEEPEST))
 
 
