@@ -13,6 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchstrategy.testing import cuda_alias, record_streams
 
+# Libraries of operators. After one has gone, torch 2.10 compiles nothing any more in this process.
+KEPT: list[torch.library.Library] = []
+
 
 @pytest.fixture(autouse=True)
 def alias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -42,6 +45,7 @@ def test_a_tensor_of_scalars_is_made_while_operators_are_watched() -> None:
 
 def test_a_kernel_that_is_registered_for_cuda_runs() -> None:
     library = torch.library.Library("answers", "DEF")
+    KEPT.append(library)
     library.define("f(Tensor x) -> Tensor")
     library.impl("f", lambda x: x + 1, "CUDA")
     library.impl("f", lambda x: x - 1, "CPU")
