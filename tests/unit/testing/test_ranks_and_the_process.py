@@ -64,8 +64,8 @@ def _set_environment(rank: int) -> Callable[[], Any]:
 
 
 def _set_arguments(rank: int) -> Callable[[], Any]:
-    sys.argv.append(str(rank))
-    return lambda: int(sys.argv[-1]) + 100 * sys.argv.count(str(1 - rank))
+    sys.argv.append(f"of rank {rank}")
+    return lambda: int(sys.argv[-1][-1]) + 100 * sys.argv.count(f"of rank {1 - rank}")
 
 
 def _set_output(rank: int) -> Callable[[], Any]:
