@@ -344,6 +344,8 @@ def groups_made_by(
         *[(module, name, kind) for name, kind in stores.items() for module in _MAKING_STORES],
         *_replaced_for_ranks(),
     ]
+    if dist.rpc.is_available():
+        in_place.append((dist.rpc, "init_rpc", _refuse_in_ranks(dist.rpc.init_rpc, lambda: ranks(-1, -1)[1])))
     try:
         with replacing(in_place):
             yield
@@ -363,18 +365,24 @@ def _replaced_for_ranks() -> list[tuple[Any, str, Any]]:
         (Join, "notify_join_context", staticmethod(_keep_works(Join.notify_join_context))),
         (_GROUPS, "WORLD", property(_read_default_group, _GROUPS.WORLD.fset)),
     ]
-    if dist.rpc.is_available():
-        in_place.append((dist.rpc, "init_rpc", _refuse_rpc))
     if hasattr(c10d, _RECORDER):
         in_place.append((c10d, _RECORDER, lambda *args: None))
     return in_place
 
 
-def _refuse_rpc(*args: Any, **options: Any) -> None:
-    raise RuntimeError(
-        "init_rpc was called in a rank. torch.distributed.rpc has one agent for a process, and ranks share one: start "
-        "this program with torchrun, in processes."
-    )
+def _refuse_in_ranks(init_rpc: Callable[..., Any], size: Callable[[], int]) -> Callable[..., Any]:
+    """Makes a replacement for `init_rpc`. A rank that is alone has the agent of its process for itself."""
+
+    @functools.wraps(init_rpc)
+    def init(*args: Any, **options: Any) -> Any:
+        if size() > 1:
+            raise RuntimeError(
+                "init_rpc was called in a rank. torch.distributed.rpc has one agent for a process, and ranks share "
+                "one: start this program with torchrun, in processes."
+            )
+        return init_rpc(*args, **options)
+
+    return init
 
 
 # `dist.rendezvous` is a function, and its module makes some stores, too.
