@@ -117,9 +117,12 @@ def begin_meeting(
             for worker in earlier.ended:
                 raise WorkerError(f"{HAS_ENDED.format(worker, count)}. This is {name_of(index, count)}.")
 
+    def find_store() -> tuple[Any, tuple[str, int] | None, str]:
+        store, home = shared_store(_attempt())
+        return store, home, _next_name(store, ranks)
+
     try:
-        store, home = ask(lambda: shared_store(_attempt()), limit.total_seconds(), look)
-        name = ask(lambda: _next_name(store, ranks), limit.total_seconds(), look)
+        store, home, name = ask(find_store, limit.total_seconds(), look)
     except NoAnswer:
         raise WorkerError(f"The store of torch.distributed does not answer. This is {name_of(index, count)}.") from None
     own = _dist.PrefixStore(name, store)
