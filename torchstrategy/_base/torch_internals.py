@@ -24,6 +24,7 @@ from torch._C._dynamo import eval_frame
 from torch.autograd import profiler as _profiler
 from torch.nn.modules import module as _modules
 from torch.nn.utils import parametrize
+from torch.optim import optimizer as _optimizers
 from torch.utils import _device, _python_dispatch, _pytree
 
 T = TypeVar("T")
@@ -35,6 +36,15 @@ GLOBAL_MODULE_HOOKS: tuple[dict[int, Any], ...] = (
     _modules._global_backward_pre_hooks,
     _modules._global_backward_hooks,
 )
+
+
+def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """The tables of hooks that torch calls before and after the steps of all optimizers, which it cannot list.
+
+    They are asked for each time: in ranks on threads, other tables stand in these places.
+    """
+    return _optimizers._global_optimizer_pre_hooks, _optimizers._global_optimizer_post_hooks
+
 
 # A replica's thread has to be in the very mode objects that the caller's thread is in. `with mode:` would run the
 # mode's own `__enter__`, which may reset it (FlopCounterMode starts counting at zero), and there is no public way to

@@ -23,16 +23,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, _collective_utils, _random, _redistribute, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.modules import module as modules
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
     register_module_full_backward_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import torchstrategy
+from torchstrategy._base.objects.torch_hooks import on_step_begin, on_step_end
+from torchstrategy._base.torch_internals import global_step_hooks
 from torchstrategy.testing import run_ranks
 from torchstrategy.testing._ranks import torch_internals as internals
+from workers import exact_steps
 
 
 def test_the_variables_of_torch_distributed_are_those_that_a_group_writes() -> None:
@@ -257,6 +263,57 @@ def test_hooks_for_every_module_are_those_of_the_rank_that_registers_them() -> N
         assert called == [("caller's", 9)]
     finally:
         callers.remove()
+
+
+def test_a_hook_may_let_other_ranks_run() -> None:
+    """Torch's loop over the hooks ended with an error: those of another rank had been put there in the middle of it."""
+
+    def main(rank: int) -> list[str]:
+        dist.init_process_group("gloo")
+        called: list[str] = []
+
+        def hook(name: str) -> Any:
+            def call(*_: Any) -> None:
+                dist.barrier()
+                called.append(name)
+
+            return call
+
+        for _ in range(rank + 1):
+            register_optimizer_step_pre_hook(hook("before a step"))
+            modules.register_module_module_registration_hook(hook("child"))
+        last = register_optimizer_step_post_hook(hook("after a step"))
+        if rank == 0:  # as many collectives as the other rank has
+            register_optimizer_step_pre_hook(hook("before a step"))
+            modules.register_module_module_registration_hook(hook("child"))
+        model = nn.Sequential(nn.Linear(1, 1))
+        torch.optim.SGD(model.parameters()).step()
+        last.remove()
+        torch.optim.SGD(model.parameters()).step()
+        return called
+
+    expected = ["child"] * 2 + ["before a step"] * 2 + ["after a step"] + ["before a step"] * 2
+    assert run_ranks(main, 2)[0] == [expected] * 2
+
+
+def test_strategies_in_ranks_and_after_them_are_told_of_steps() -> None:
+    """The library registered its hook once for a process, so those of all ranks but one, and later ones, were not."""
+    plain = exact_steps.come_to(torchstrategy.get_strategy(), exact_steps.assigned)
+
+    def main(rank: int) -> list[torch.Tensor]:
+        dist.init_process_group("gloo")
+        strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+        return exact_steps.come_to(strategy, exact_steps.assigned)
+
+    for _ in range(2):
+        for found in run_ranks(main, 2)[0]:
+            assert exact_steps.differ(found, plain) < 1e-12
+    for table in global_step_hooks():
+        assert all(hook in {on_step_begin, on_step_end} for hook in table.values())
+        table.clear()  # as the end of ranks did, of which the first to be told was one
+    central = torchstrategy.MirroredStrategy(devices=["cpu"] * 2)
+    assert exact_steps.differ(exact_steps.come_to(central, exact_steps.assigned), plain) < 1e-12
+    assert [list(table.values()) for table in global_step_hooks()] == [[on_step_begin], [on_step_end]]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.distributed.all_reduce_coalesced`")

@@ -11,7 +11,8 @@
   own, and a step may have been bound before the run. Other threads, and code that acts for all replicas, pass them.
 - Storages are told of the steps that optimizers take. torch calls global hooks before and after every step of every
   optimizer. It iterates over these hooks without a lock, so other threads must not add or remove any. Therefore the
-  library registers its hooks once, when they are first needed, and keeps its own set of those that are told.
+  library registers its hooks when they are first needed, and keeps its own set of those that are told. It looks into
+  torch's tables whether they are there: ranks on threads have a table each, and a program may have emptied its own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrategy._base.context import local_object
+from torchstrategy._base.torch_internals import global_step_hooks
 
 # An object that is stepped once per training step, and counts the steps.
 Stepper = LRScheduler | torch.amp.GradScaler
@@ -187,7 +189,6 @@ guards = _Exchange(
 # One may be added or end on one thread while another one goes through them: so each goes through a copy. A list, since
 # each step of an optimizer takes several looks, and that at a `WeakValueDictionary` takes several calls.
 _told: list[weakref.ref[Any]] = []
-_hooks: list[Any] = []
 
 
 def tell_of_steps(told: Any) -> None:
@@ -198,13 +199,18 @@ def tell_of_steps(told: Any) -> None:
             arguments, or None. Its `after_any_step` is called with the optimizer.
     """
     _told.append(weakref.ref(told, _told.remove))
-    if not _hooks:
-        _hooks[:] = register_optimizer_step_pre_hook(on_step_begin), register_optimizer_step_post_hook(on_step_end)
+    before, after = global_step_hooks()
+    with _lock:
+        if on_step_begin not in before.values():
+            register_optimizer_step_pre_hook(on_step_begin)
+        if on_step_end not in after.values():
+            register_optimizer_step_post_hook(on_step_end)
 
 
 def others_are_told() -> bool:
     """Whether somebody else has registered global hooks, which torch calls with every optimizer, copies included."""
-    return any(len(handle.hooks_dict_ref()) > 1 for handle in _hooks)
+    before, after = global_step_hooks()
+    return len(before) > 1 or len(after) > 1
 
 
 def on_step_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ from torchstrategy.testing._ranks.store import STORES, RankStore
 from torchstrategy.testing._ranks.torch_internals import (
     forget_meshes,
     groups_made_by,
+    hooks_that_change,
     isolate_threads,
     meshes_marked_by,
     outside_of_transforms,
@@ -154,6 +155,7 @@ class _Run:
             with (
                 groups_made_by(self._make_group, self._make_store, STORES, self._rank_and_size),
                 meshes_marked_by(lambda: self._marks[self._turns.running]),
+                hooks_that_change(),
                 self._imports.noted(),
                 self._profiler.guarded(),
                 OwnSignals().kept(),

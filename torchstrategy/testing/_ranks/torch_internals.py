@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -201,6 +201,50 @@ def put_hooks(hooks: _Hooks) -> None:
         if table or content:
             table.clear()
             table.update(content)
+
+
+@final
+class _Table(MutableMapping[int, Any]):
+    """One of torch's tables of hooks, of which a loop over the values does not see that another rank's are put there.
+
+    A hook may hold a collective, and then other ranks run in the middle of torch's loop.
+    """
+
+    def __init__(self, table: dict[int, Any]) -> None:
+        self._table = table
+
+    def __getitem__(self, number: int) -> Any:
+        return self._table[number]
+
+    def __setitem__(self, number: int, hook: Any) -> None:
+        self._table[number] = hook
+
+    def __delitem__(self, number: int) -> None:
+        del self._table[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._table))
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def values(self) -> Any:
+        return list(self._table.values())
+
+
+# Those over which torch loops as they are. The loops over the others go through a copy.
+_LOOPED: list[tuple[Any, str]] = [
+    (_MODULES, "_global_module_registration_hooks"),
+    (_MODULES, "_global_parameter_registration_hooks"),
+    (_MODULES, "_global_buffer_registration_hooks"),
+    (_OPTIMIZERS, "_global_optimizer_pre_hooks"),
+    (_OPTIMIZERS, "_global_optimizer_post_hooks"),
+]
+
+
+def hooks_that_change() -> AbstractContextManager[None]:
+    """A block in which a hook may let other ranks run, and `put_hooks` be called, while torch loops over the hooks."""
+    return replacing([(owner, name, _Table(getattr(owner, name))) for owner, name in _LOOPED])
 
 
 @contextmanager
