@@ -10,11 +10,13 @@ import functools
 import io
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
@@ -24,7 +26,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, random_split
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
 RANKS = 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,19 +47,23 @@ class Pair(NamedTuple):
         lint: Which lint names it.
         main: The program, called with its rank and whether it is right.
         has_ranks: Whether it is for torchrun.
+        needs_device: Whether it goes unnoticed on the CPU.
     """
 
     lint: str
     main: Callable[[int, bool], None]
     has_ranks: bool = True
+    needs_device: bool = False
 
 
 PAIRS: dict[str, Pair] = {}
 
 
-def pair(lint: str, has_ranks: bool = True) -> Callable[[Callable[[int, bool], None]], Callable[[int, bool], None]]:
+def pair(
+    lint: str, has_ranks: bool = True, needs_device: bool = False
+) -> Callable[[Callable[[int, bool], None]], Callable[[int, bool], None]]:
     def add(main: Callable[[int, bool], None]) -> Callable[[int, bool], None]:
-        PAIRS[main.__name__] = Pair(lint, main, has_ranks)
+        PAIRS[main.__name__] = Pair(lint, main, has_ranks, needs_device)
         return main
 
     return add
@@ -1046,6 +1060,31 @@ def norm_of_a_part(rank: int, is_right: bool) -> None:
         optimizer.step()
 
 
+@pair("shards-scaled-apart")
+def norm_of_a_part_of_reduced_gradients(rank: int, is_right: bool) -> None:
+    begin()
+    model = make_model()
+    parameters = list(model.parameters())
+    flat = nn.utils.parameters_to_vector(parameters).detach()
+    padding = -len(flat) % RANKS
+    part = nn.Parameter(F.pad(flat, (0, padding)).chunk(RANKS)[rank].clone())
+    optimizer = torch.optim.Adam([part], lr=0.01)
+    for rows in rows_of(rank):
+        model.zero_grad()
+        model(rows).square().mean().backward()
+        gradients = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
+        part.grad = torch.empty_like(part)
+        dist.reduce_scatter_tensor(part.grad, F.pad(gradients, (0, padding)))
+        squared = part.grad.square().sum()
+        if is_right:
+            dist.all_reduce(squared)
+        part.grad.mul_(0.1 / squared.sqrt())
+        optimizer.step()
+        whole = torch.empty(len(flat) + padding, device=DEVICE)
+        dist.all_gather_into_tensor(whole, part.detach())
+        nn.utils.vector_to_parameters(whole[: len(flat)], parameters)
+
+
 class Copied(torch.autograd.Function):
     """What all ranks have, before a layer of which each has a part."""
 
@@ -1218,6 +1257,109 @@ def moments_go_on_after_a_part_is_frozen(rank: int, is_right: bool) -> None:
 @pair("frozen-but-updated", has_ranks=False)
 def decay_goes_on_after_a_part_is_frozen(rank: int, is_right: bool) -> None:
     freeze_later(rank, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), is_right)
+
+
+# Settings of groups
+
+
+def train_groups(rank: int, before: Callable[[torch.optim.Optimizer, int], object], rates: list[float]) -> None:
+    torch.manual_seed(0)
+    model: Any = make_model()
+    parts = zip([model[0], model[2]], rates, strict=True)
+    groups = [{"params": list(part.parameters()), "lr": rate, "scale": rate} for part, rate in parts]
+    optimizer = torch.optim.SGD(groups)
+    for step, rows in enumerate(rows_of(rank, 6)):
+        before(optimizer, step)
+        fit(model, optimizer, iter([rows]))
+
+
+@pair("group-settings-overwritten", has_ranks=False)
+def rates_of_groups_are_overwritten(rank: int, is_right: bool) -> None:
+    def write_rates(optimizer: torch.optim.Optimizer, step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.9**step * (group["scale"] if is_right else 0.1)
+
+    train_groups(rank, write_rates, [0.01, 0.1])
+
+
+@pair("group-settings-overwritten", has_ranks=False)
+def a_schedule_has_one_rate_for_all_groups(rank: int, is_right: bool) -> None:
+    schedules: list[Any] = []
+
+    def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step:
+            schedules[0].step()
+        else:
+            highest: Any = [0.01, 0.1] if is_right else 0.1
+            schedules.append(torch.optim.lr_scheduler.OneCycleLR(optimizer, highest, total_steps=10))
+
+    with warnings.catch_warnings(action="ignore"):  # it is made before each first step
+        train_groups(rank, schedule, [0.01, 0.1])
+
+
+# Results that are thrown away
+
+
+@pair("result-thrown-away", has_ranks=False, needs_device=True)
+def an_average_is_computed_and_not_written(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        fit(model, optimizer, iter([rows]))
+        for mean, value in zip(average.parameters(), model.parameters(), strict=True):
+            new = mean * 0.9 + value.detach() * 0.1
+            if is_right:
+                mean.copy_(new)
+        average(rows)
+
+
+@pair("result-thrown-away", has_ranks=False, needs_device=True)
+def gradients_are_clamped_in_a_copy(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            clamped = parameter.grad.clamp(-0.01, 0.01)
+            if is_right:
+                parameter.grad = clamped
+            del clamped
+        optimizer.step()
+
+
+# Workers of loaders
+
+
+class Noisy(Dataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.rows = data().tensors[0]
+        self.numbers = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return self.rows[at] + self.numbers.standard_normal()
+
+
+class NoisyInEachWorker(Noisy):
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return self.rows[at] + np.random.default_rng((torch.initial_seed(), at)).standard_normal()
+
+
+@pair("loader-workers-draw-alike", has_ranks=False)
+def a_generator_is_copied_into_workers(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    loader = DataLoader((NoisyInEachWorker if is_right else Noisy)(), batch_size=4, shuffle=True, num_workers=2)
+    for _ in range(2):
+        fit(model, optimizer, (batch.float().to(DEVICE) for batch in loader))
 
 
 # Schedules and averages

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import textwrap
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +23,22 @@ from planted import PAIRS, RANKS
 from processes import NO_ACCELERATOR, python
 from torchstrategy.testing import Finding, RankRecord, lint_training, run_ranks
 
+SUPPORT = Path(planted.__file__)
+
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about names that programs use
 
 
 def findings_of(name: str, is_right: bool) -> list[Finding]:
-    pair = PAIRS[name]
+    return of_pair(PAIRS[name], is_right)
+
+
+def of_pair(pair: planted.Pair, is_right: bool) -> list[Finding]:
     if not pair.has_ranks:
         return linted.findings_of(lambda: pair.main(0, is_right))
     return linted.findings_of(lambda: run_ranks(lambda rank: pair.main(rank, is_right), RANKS))
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [name for name, pair in PAIRS.items() if not pair.needs_device])
 def test_a_planted_mistake_is_named(name: str) -> None:
     (finding,) = findings_of(name, is_right=False)
     assert finding.name == PAIRS[name].lint
@@ -129,6 +136,27 @@ def test_a_comment_on_the_statement_silences_a_finding(comment: str, count: int,
     assert len(linted.findings_of_file(tmp_path / "program.py")) == count
 
 
+ONE_OF_EACH = {pair.lint: name for name, pair in PAIRS.items() if not pair.needs_device}
+
+
+@takes_long
+@pytest.mark.parametrize("lint", ONE_OF_EACH)
+def test_a_comment_silences_each_lint(lint: str, tmp_path: Path) -> None:
+    """On any of the lines that a finding names."""
+    name = ONE_OF_EACH[lint]
+    (finding,) = findings_of(name, is_right=False)
+    for at in finding.lines:
+        lines = SUPPORT.read_text().split("\n")
+        lines[int(at.partition(":")[2]) - 1] += f"  # torchstrategy: ignore[{lint}]"
+        file = tmp_path / "planted.py"
+        file.write_text("\n".join(lines))
+        program: Any = types.ModuleType("silenced")
+        exec(compile(file.read_text(), str(file), "exec"), vars(program))
+        assert of_pair(program.PAIRS[name], is_right=False) == [], at
+        tmp_path = tmp_path / "next"  # the lines of a file are read once
+        tmp_path.mkdir()
+
+
 def test_a_finding_fails_the_block_with_all_of_its_words() -> None:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -147,9 +175,6 @@ def test_a_second_block_is_refused() -> None:
 
 
 # The runner
-
-
-SUPPORT = Path(planted.__file__)
 
 
 def run(folder: Path, name: str, which: str, *options: str) -> tuple[int, list[str], str]:
@@ -195,6 +220,40 @@ def test_lints_do_not_wait_for_a_learning_rate_on_the_device(tmp_path: Path) -> 
     done = python("-W", "ignore", *arguments, folder=tmp_path, **NO_ACCELERATOR)
     assert done.returncode == 0, done.stderr
     assert "a number is read  program.py:7" not in done.stderr
+
+
+USES_ITS_RESULTS = """
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).cuda()
+    averages = {name: value.detach() * 1 for name, value in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    changes = []
+    for step in range(4):
+        before = [value.detach() * 1 for value in model.parameters()]
+        model(torch.randn(8, 4, device="cuda")).square().mean().backward()
+        for value in model.parameters():
+            value.grad = value.grad / 2
+            value.grad.data = value.grad.data.clamp(-1, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, value in model.named_parameters():
+            averages[name] = averages[name] * 0.9 + value.detach() * 0.1
+        changes.append([(value.detach() - old).norm() for value, old in zip(model.parameters(), before)])
+        with torch.no_grad():
+            for value in model.parameters():
+                value.data = value * 0.99
+        torch.save({name: value * 0.5 for name, value in averages.items()}, "averages.pt")
+        print([float((value * 2).sum()) for value in model.parameters()])
+"""
+
+
+def test_results_that_are_kept_or_read_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(textwrap.dedent(USES_ITS_RESULTS))
+    arguments = ("-m", "torchstrategy.testing.run", "--as-cuda", "--strict", "program.py")
+    done = python("-W", "ignore", *arguments, folder=tmp_path, **NO_ACCELERATOR)
+    assert done.returncode == 0, done.stderr
 
 
 @takes_long

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from linted import findings_of, findings_of_file, names_of
 from torchstrategy.testing import run_ranks
@@ -298,3 +300,198 @@ def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -
     file.write_text(SETUPS[name].replace("COMMENT", f"torchstrategy: ignore[{name if is_silenced else 'same-order'}]"))
     found = findings_of_file(file)
     assert [finding.name for finding in found] == ([] if is_silenced else [name])
+
+
+# Settings of groups
+
+
+def train_groups(
+    rates: list[Any], before: Callable[[torch.optim.Optimizer, int], object], steps: int = 4, **settings: Any
+) -> None:
+    model: Any = make_model()
+    parts = zip([model[0], model[2]], rates, strict=True)
+    optimizer = torch.optim.SGD([{"params": list(part.parameters()), "lr": rate} for part, rate in parts], **settings)
+    for step in range(steps):
+        before(optimizer, step)
+        fit(model, optimizer, 1)
+
+
+def write_rates(*rates: float) -> Callable[[torch.optim.Optimizer, int], None]:
+    def write(optimizer: torch.optim.Optimizer, step: int) -> None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate / (step + 1)
+
+    return write
+
+
+def test_a_finding_says_which_settings_groups_were_made_with() -> None:
+    (finding,) = findings_of(lambda: train_groups([0.01, 0.1], write_rates(0.5, 0.5)))
+    assert finding.name == "group-settings-overwritten" and len(finding.lines) == 2
+    assert "'lr' of their own" in finding.says and "0.01, 0.1. All 4 steps" in finding.says
+
+
+def test_a_decay_of_weights_that_a_program_writes_into_all_groups_is_named() -> None:
+    """A schedule of the decay, and one group that was to have none, such as that of biases."""
+
+    def program() -> None:
+        model: Any = make_model()
+        groups = [{"params": [model[0].weight], "weight_decay": 0.1}, {"params": [model[0].bias], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        for step in range(3):
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 0.1 + step / 100
+            fit(model, optimizer, 1)
+
+    (finding,) = findings_of(program)
+    assert finding.name == "group-settings-overwritten" and "'weight_decay'" in finding.says
+
+
+@pytest.mark.parametrize(
+    ("rates", "before"),
+    [
+        ([0.01, 0.1], list),
+        ([0.01, 0.1], write_rates(0.05, 0.5)),
+        ([0.1, 0.1], write_rates(0.5, 0.5)),
+        # A warmup from zero, and a rate that all groups come to in the end.
+        ([0.01, 0.1], lambda optimizer, step: write_rates(*((0.0, 0.0) if step < 2 else (0.1, 0.2)))(optimizer, step)),
+        ([0.01, 0.1], lambda optimizer, step: write_rates(*((0.3, 0.2) if step < 1 else (0.1, 0.1)))(optimizer, step)),
+        # One step is no habit.
+        ([0.01, 0.1], lambda optimizer, step: write_rates(*((0.1, 0.1) if step < 1 else (0.1, 0.2)))(optimizer, step)),
+        ([torch.tensor(0.01), torch.tensor(0.1)], write_rates(0.5, 0.5)),
+    ],
+)
+def test_groups_that_have_settings_of_their_own_are_left_alone(rates: list[Any], before: Any) -> None:
+    options = {"foreach": False} if isinstance(rates[0], torch.Tensor) else {}
+    assert names_of(lambda: train_groups(rates, lambda *_: before(*_) if before is not list else None, **options)) == []
+
+
+def test_settings_of_a_checkpoint_are_left_alone() -> None:
+    def program() -> None:
+        state: list[Any] = []
+
+        def load(optimizer: torch.optim.Optimizer, step: int) -> None:
+            if step == 0:
+                state.append(copy.deepcopy(optimizer.state_dict()))
+                for group in state[0]["param_groups"]:
+                    group["lr"] = 0.3
+                optimizer.load_state_dict(state[0])
+
+        train_groups([0.01, 0.1], load)
+
+    assert names_of(program) == []
+
+
+# Generators in the workers of loaders
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """Draws from a generator that it has had from the beginning."""
+
+    def __init__(self, generator: Any = None) -> None:
+        self.numbers = np.random.default_rng(0) if generator is None else generator
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return torch.full((4,), float(self.draw()) + at)
+
+    def draw(self) -> Any:
+        return self.numbers.random()
+
+
+class OfTorch(Rows):
+    def draw(self) -> torch.Tensor:
+        return torch.rand((), generator=self.numbers)
+
+
+class OfSeveralClasses(Rows):
+    """The generator is that of a transform."""
+
+    def __init__(self) -> None:
+        self.transforms = [Add(), Add()]
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        row = torch.full((4,), float(at))
+        for transform in self.transforms:
+            row = transform(row)
+        return row
+
+
+class Add:
+    def __init__(self) -> None:
+        self.numbers = random.Random(0)
+
+    def __call__(self, row: torch.Tensor) -> torch.Tensor:
+        return row + self.numbers.random()
+
+
+class OfTheSplit(Rows):
+    """The generator has divided the rows, and nothing is drawn from it later."""
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return torch.full((4,), float(at))
+
+
+class OfEachRow(Rows):
+    def __getitem__(self, at: int) -> torch.Tensor:
+        self.numbers = np.random.default_rng(at)
+        return super().__getitem__(at)
+
+
+class SeededForEachRow(OfTorch):
+    def __getitem__(self, at: int) -> torch.Tensor:
+        self.numbers.manual_seed(at)
+        return super().__getitem__(at)
+
+
+def seed_the_worker(worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    info.dataset.numbers = np.random.default_rng(info.seed)  # type: ignore[attr-defined]
+
+
+def load(rows: Any, epochs: int = 2, **options: Any) -> None:
+    loader = DataLoader(rows, **{"batch_size": 4, "shuffle": True, "num_workers": 2, **options})
+    for _ in range(epochs):
+        for _ in loader:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Rows, "Rows.numbers"),
+        (lambda: Rows(np.random.RandomState(0)), "Rows.numbers"),
+        (lambda: OfTorch(torch.Generator()), "OfTorch.numbers"),
+        (lambda: Subset(Rows(), range(8)), "Rows.numbers"),
+        (OfSeveralClasses, "Add.numbers"),
+    ],
+)
+def test_a_generator_that_workers_copy_is_named(make: Callable[[], Any], name: str) -> None:
+    (finding,) = set(findings_of(lambda: load(make())))
+    assert finding.name == "loader-workers-draw-alike" and len(finding.lines) == 1
+    assert name in finding.says and "2 epochs" in finding.says and "2 workers" in finding.says
+
+
+def test_one_worker_draws_the_same_in_each_epoch() -> None:
+    (finding,) = findings_of(lambda: load(Rows(), num_workers=1))
+    assert "2 epochs" in finding.says and "the worker of the loader gets a copy" in finding.says
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Rows, {"num_workers": 0}),
+        (Rows, {"shuffle": False}),  # an evaluation
+        (Rows, {"num_workers": 1, "epochs": 1}),
+        (Rows, {"num_workers": 1, "persistent_workers": True}),  # it goes on in the next epoch
+        (Rows, {"worker_init_fn": seed_the_worker}),
+        (OfTheSplit, {}),
+        (OfEachRow, {}),
+        (lambda: SeededForEachRow(torch.Generator()), {}),
+        (lambda: TensorDataset(torch.arange(8.0)), {}),
+    ],
+)
+def test_workers_that_draw_their_own_numbers_are_left_alone(make: Callable[[], Any], options: dict[str, Any]) -> None:
+    assert names_of(lambda: load(make(), **options)) == []

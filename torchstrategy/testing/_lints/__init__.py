@@ -28,6 +28,9 @@ files            files that one rank writes and another reads, in no order
 generators       random numbers that are alike on ranks
 clipping         gradients that are clipped while they are scaled
 constants        the whole numbers that a function of the program knows
+worker_generators  generators of a data set of which each worker of a loader has a copy
+group_settings   settings of groups of parameters that are overwritten with one value
+dropped          results that are computed from parameters or gradients and thrown away
 horizons         schedules as long as the batches of all ranks
 shards           parts of gradients that ranks scale apart
 orphans          optimizers whose parameters nobody trains

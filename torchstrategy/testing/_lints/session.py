@@ -19,6 +19,7 @@ from torchstrategy.testing._lints.checkpoints import Checkpoints
 from torchstrategy.testing._lints.clipping import Clipping
 from torchstrategy.testing._lints.divided import Divided
 from torchstrategy.testing._lints.divided_rows import DividedRows
+from torchstrategy.testing._lints.dropped import Dropped
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
 from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
@@ -29,6 +30,7 @@ from torchstrategy.testing._lints.gathered import Gathered
 from torchstrategy.testing._lints.gathered_orders import GatheredOrders
 from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.gradient_hooks import GradientHooks
+from torchstrategy.testing._lints.group_settings import GroupSettings
 from torchstrategy.testing._lints.horizons import Horizons
 from torchstrategy.testing._lints.kept_states import KeptStates
 from torchstrategy.testing._lints.lint import Follower, Lint, Seen
@@ -62,6 +64,7 @@ from torchstrategy.testing._lints.unmatched_names import UnmatchedNames
 from torchstrategy.testing._lints.unreduced import Unreduced
 from torchstrategy.testing._lints.unsharded import Unsharded
 from torchstrategy.testing._lints.waits import Waits
+from torchstrategy.testing._lints.worker_generators import WorkerGenerators
 from torchstrategy.testing._lints.zeroed import Zeroed
 from torchstrategy.testing._ranks.happened import Happened
 from torchstrategy.testing._ranks.lines import is_called_by_a_library
@@ -106,6 +109,8 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     FrozenUpdates,
     LostTies,
     KeptStates,
+    GroupSettings,
+    WorkerGenerators,
 )
 
 
@@ -124,7 +129,7 @@ class Session:
         self._waits, self._files = Waits(), Files()
         replicas = Replicas()
         unlike = UnlikeModels(replicas.have_parted)
-        self._followers: list[Follower] = [gathered, zeroed, modes, self._waits, unlike]
+        self._followers: list[Follower] = [gathered, zeroed, modes, self._waits, unlike, Dropped()]
         of_others = [frozen, FewStatistics(frozen.has_found), *self._followers, self._files]
         of_others += [checkpoints, Resumes(checkpoints), RepeatedEpochs(checkpoints)]
         self._lints: list[Lint] = [replicas, *(make() for make in _LINTS), *of_others]

@@ -16,6 +16,7 @@ from torchstrategy.testing._lints.fingerprints import number_of, numbers_of
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import part_of
+from torchstrategy.testing._ranks.witnesses import Told
 
 _MOST_STEPS, _CLOSE = 1000, 1e-3
 _aten = torch.ops.aten
@@ -32,10 +33,14 @@ class _Factor:
 
 @final
 class Shards(Lint):
-    """Notes by what each rank multiplies its parts of gradients between `backward` and the step."""
+    """Notes by what each rank multiplies its parts of gradients between `backward` and the step.
+
+    Parts are those of `DTensor`, and what the program itself gets from `reduce_scatter`, if it is a gradient in a step.
+    """
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[int, _Factor | None]] = defaultdict(dict)  # by rank and address
+        self._scattered: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)  # by rank and address: among whom
         self._steps: dict[tuple[Any, ...], dict[int, _Factor]] = defaultdict(dict)
 
     @override
@@ -46,7 +51,8 @@ class Shards(Lint):
 
     @override
     def went_back(self, facts: Facts) -> None:
-        self._parts[facts.rank] = {}
+        # Hooks may have exchanged gradients while `backward` ran.
+        self._parts[facts.rank] = dict.fromkeys(self._scattered[facts.rank])
         if facts.size > 1:
             for parameter in facts.parameters():
                 part = part_of(parameter.grad)
@@ -54,16 +60,25 @@ class Shards(Lint):
                     self._parts[facts.rank][address] = None
 
     @override
+    def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
+        if told.kind == "reduce_scatter" and not is_of_torch and facts.stepping is None:
+            for address in set(map(address_of, told.gets)) - {0}:
+                self._scattered[facts.rank][address] = tuple(told.ranks)
+                self._parts[facts.rank][address] = None
+
+    @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         parts = self._parts.get(facts.rank)
         if parts and facts.steps < _MOST_STEPS and any(parts.values()):
             for position, parameter in enumerate(parameters_of(optimizer)):
-                part = part_of(parameter.grad)
+                part, ranks = self._part_of(facts, parameter)
                 factor = parts.get(address_of(part)) if part is not None else None
                 if factor is not None:
-                    gradient: Any = parameter.grad
-                    ranks = tuple(numbers_of(gradient.device_mesh.mesh).flatten().tolist())
                     self._steps[facts.steps, ranks, tuple(parameter.shape), position][facts.rank] = factor
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        self._scattered.pop(facts.rank, None)
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -78,6 +93,15 @@ class Shards(Lint):
                 places = list(dict.fromkeys(factor.place for factor in factors.values()))
                 found.setdefault(tuple(places), (key[0] + 1, numbers, places))
         return [_finding(*one) for one in found.values()]
+
+    def _part_of(self, facts: Facts, parameter: torch.Tensor) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+        """The part of a gradient that this rank has, and the ranks that have the others."""
+        gradient: Any = parameter.grad
+        part = part_of(gradient)
+        if part is not None:
+            return part, tuple(numbers_of(gradient.device_mesh.mesh).flatten().tolist())
+        ranks = self._scattered[facts.rank].get(address_of(gradient)) if gradient is not None else None
+        return (None, ()) if ranks is None else (gradient, ranks)
 
     def _divides(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         self._note(facts, args, is_division=True)

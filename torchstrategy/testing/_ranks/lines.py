@@ -44,9 +44,7 @@ def places_of_the_user() -> list[tuple[str, int]]:
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
-            file = frame.f_code.co_filename
-            is_installed = "site-packages" in file or "dist-packages" in file
-            (installed if is_installed else own).append((file, frame.f_lineno))
+            (installed if is_of_a_package(frame) else own).append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
     return own + installed
 
@@ -64,3 +62,9 @@ def line_of_the_user() -> str:
 def is_the_users(frame: FrameType) -> bool:
     """Whether a frame is neither torch's nor this library's."""
     return str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS
+
+
+def is_of_a_package(frame: FrameType) -> bool:
+    """Whether a frame is one of an installed package."""
+    file = frame.f_code.co_filename
+    return "site-packages" in file or "dist-packages" in file
