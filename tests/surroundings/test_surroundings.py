@@ -40,20 +40,15 @@ class Surroundings:
 
 NO_LOCALE = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
 IN_A_SHELL = 'ip link set lo up 2>/dev/null; exec "$@"'
-CHEAP: dict[str, Surroundings] = {
+# Several at once, where they have nothing to do with each other: a run takes half a minute.
+TOGETHER: dict[str, Surroundings] = {
     "-W error": Surroundings(["-W", "error"], arguments=["loaders"]),
-}
-OTHERS: dict[str, Surroundings] = {
-    "-O": Surroundings(["-O"], arguments=["loaders"]),
-    "-OO": Surroundings(["-OO"]),
-    "-X dev": Surroundings(["-X", "dev"], arguments=["loaders"]),
-    "-bb": Surroundings(["-bb"]),
-    "hash seed 0": Surroundings(set={"PYTHONHASHSEED": "0"}),
-    "hash seed 77": Surroundings(set={"PYTHONHASHSEED": "77"}),
-    "ASCII": Surroundings(set=NO_LOCALE),
-    "no HOME": Surroundings(unset=["HOME", "USER", "LOGNAME", "XDG_CACHE_HOME"]),
-    "no TMPDIR": Surroundings(unset=["TMPDIR", "TEMP", "TMP"]),
-    "TMPDIR that is not there": Surroundings(set={"TMPDIR": "/no/such/folder"}),
+    "-O, hash seed 0, no TMPDIR": Surroundings(
+        ["-O"], {"PYTHONHASHSEED": "0"}, ["TMPDIR", "TEMP", "TMP"], arguments=["loaders"]
+    ),
+    "-OO, no HOME": Surroundings(["-OO"], unset=["HOME", "USER", "LOGNAME", "XDG_CACHE_HOME"]),
+    "-X dev, -bb, hash seed 77": Surroundings(["-X", "dev", "-bb"], {"PYTHONHASHSEED": "77"}, arguments=["loaders"]),
+    "ASCII, TMPDIR that is not there": Surroundings(set={**NO_LOCALE, "TMPDIR": "/no/such/folder"}),
     "no network": Surroundings(before=["unshare", "-n"], arguments=["alone"]),
     "no network but this machine": Surroundings(before=["unshare", "-n", "sh", "-c", IN_A_SHELL, "sh"]),
 }
@@ -100,9 +95,9 @@ def check_that_it_can_start(told: Surroundings) -> None:
 
 
 @takes_long
-@pytest.mark.parametrize("name", CHEAP | OTHERS)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_everything_works(name: str, tmp_path: Path) -> None:
-    told = (CHEAP | OTHERS)[name]
+    told = TOGETHER[name]
     check_that_it_can_start(told)
     works(told, tmp_path)
 
