@@ -118,6 +118,20 @@ def no_sync_around_all(rank: int, is_right: bool) -> None:
 
 
 @pair("gradient-not-reduced")
+def no_sync_around_the_last(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank, 6)):
+        is_last = step % 2 == 1
+        with nullcontext() if is_last == is_right else model.no_sync():
+            (model(rows).square().mean() / 2).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pair("gradient-not-reduced")
 def module_called_past_the_wrapper(rank: int, is_right: bool) -> None:
     begin()
     model = wrapped(make_model())
@@ -291,6 +305,35 @@ def weights_are_clamped_on_one_rank(rank: int, is_right: bool) -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.clamp_(-0.1, 0.1)
+
+
+@pair("replicas-part")
+def state_of_the_optimizer_is_loaded_on_one_rank(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    before = torch.optim.Adam(model.parameters())
+    fit(model, before, rows_of(rank))
+    optimizer = torch.optim.Adam(model.parameters())
+    if is_right or rank == 0:
+        optimizer.load_state_dict(before.state_dict())
+    fit(model, optimizer, rows_of(rank))
+
+
+@pair("metric-of-one-rank")
+def a_sum_is_reduced_to_one_rank(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    for rows in rows_of(rank):
+        fit(model, optimizer, iter([rows]))
+        with torch.no_grad():
+            metric = model.module(rows).square().mean()
+        if is_right:
+            dist.all_reduce(metric)
+        else:
+            dist.reduce(metric, 0)
+        schedule.step(metric.item())
 
 
 class Centered(nn.Module):
@@ -1333,6 +1376,51 @@ def gradients_are_clamped_in_a_copy(rank: int, is_right: bool) -> None:
 
 
 # Workers of loaders
+
+
+class GatheredRows(torch.autograd.Function):
+    """Its backward gives each rank what its own loss says of its rows, and nothing of the losses of others."""
+
+    @staticmethod
+    def forward(context: Any, rows: torch.Tensor) -> torch.Tensor:
+        whole = torch.empty(RANKS * len(rows), *rows.shape[1:], device=rows.device)
+        dist.all_gather_into_tensor(whole, rows.contiguous())
+        return whole
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.chunk(RANKS)[dist.get_rank()]
+
+
+@pair("gradient-not-sent-back")
+def a_function_that_gathers_sends_nothing_back(rank: int, is_right: bool) -> None:
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        every = torch.cat(differentiable.all_gather(texts)) if is_right else GatheredRows.apply(texts)
+        targets = torch.arange(len(images), device=DEVICE) + rank * len(images)
+        return F.cross_entropy(images @ every.T * 10, targets)
+
+    contrastive(rank, loss_of)
+
+
+# Steps that a graph has captured
+
+
+@pair("rate-in-a-graph", has_ranks=False, needs_device=True)
+def a_schedule_changes_what_a_graph_has_as_a_number(rank: int, is_right: bool) -> None:
+    model, rate = make_model(), torch.tensor(0.01, device=DEVICE) if is_right else 0.01
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=True)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    rows = torch.ones(4, 4, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        fit(model, optimizer, iter([rows]))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fit(model, optimizer, iter([rows]))
+    for _ in range(3):
+        graph.replay()
+        schedule.step()
 
 
 class Noisy(Dataset[torch.Tensor]):

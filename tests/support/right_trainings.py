@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from planted import (
     DEVICE,
     RANKS,
+    GatheredRows,
     add_up,
     begin,
     contrast,
@@ -593,6 +594,43 @@ def all_rows_are_compared_with_all(rank: int) -> None:
         return F.cross_entropy(all_images @ all_texts.T * 10, torch.arange(len(all_texts), device=DEVICE))
 
     contrastive(rank, loss_of)
+
+
+@in_ranks
+def a_function_gathers_both_sides_of_the_loss(rank: int) -> None:
+    """Each rank has the loss of all rows: what it says of its own rows is all that there is."""
+
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        all_images, all_texts = GatheredRows.apply(images), GatheredRows.apply(texts)
+        return F.cross_entropy(all_images @ all_texts.T * 10, torch.arange(len(all_texts), device=DEVICE))
+
+    contrastive(rank, loss_of)
+
+
+@in_ranks
+def a_function_gathers_what_a_layer_gets(rank: int) -> None:
+    begin()
+    torch.manual_seed(0)
+    body, head = wrapped(nn.Linear(4, 16).to(DEVICE)), wrapped(nn.Linear(16, 8).to(DEVICE))
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        head(GatheredRows.apply(body(rows))).square().mean().backward()
+        optimizer.step()
+
+
+@in_ranks
+def a_metric_that_lowers_the_rate_is_of_all_rows(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for rows in rows_of(rank, 4):
+        fit(model, optimizer, iter([rows]))
+        metric = float(model.module(rows).detach().square().mean())
+        metrics: list[Any] = [None] * RANKS
+        dist.all_gather_object(metrics, metric)
+        schedule.step(sum(metrics))
 
 
 @in_ranks

@@ -302,6 +302,53 @@ def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -
     assert [finding.name for finding in found] == ([] if is_silenced else [name])
 
 
+def replace_the_head(is_right: bool, keeps_it: bool = False) -> None:
+    model: Any = make_model()
+    if is_right:
+        model[2] = nn.Linear(8, 1)
+    optimizer, kept = sgd(model), model[2] if keeps_it else None
+    if not is_right:
+        model[2] = nn.Linear(8, 1)
+    fit(model, optimizer)
+    assert (kept is not None) == keeps_it
+
+
+def test_an_optimizer_with_a_part_that_was_replaced_is_named() -> None:
+    """The old head was in the optimizer and the new one was not, while the body was trained."""
+    (finding,) = findings_of(lambda: replace_the_head(is_right=False))
+    assert finding.name == "optimizer-of-other-parameters" and len(finding.lines) == 2
+    assert "2 of its parameters never had a gradient, and no module has them" in finding.says
+    assert "2.weight, 2.bias" in finding.says
+    assert names_of(lambda: replace_the_head(is_right=True)) == []
+
+
+def test_a_part_that_is_still_there_is_left_alone() -> None:
+    assert names_of(lambda: replace_the_head(is_right=False, keeps_it=True)) == []
+
+
+def test_parameters_of_no_module_that_are_not_used_are_left_alone() -> None:
+    def program() -> None:
+        model = make_model()
+        unused = nn.Parameter(torch.zeros(8, 4))
+        fit(model, torch.optim.SGD([*model.parameters(), unused], lr=0.1))
+
+    assert names_of(program) == []
+
+
+def test_a_part_that_is_trained_later_is_left_alone() -> None:
+    def program() -> None:
+        model: Any = make_model()
+        head = nn.Parameter(torch.zeros(1, 8))
+        optimizer = torch.optim.SGD([*model[0].parameters(), head], lr=0.1)
+        fit(model, optimizer)
+        for _ in range(2):
+            (model[1](model[0](torch.randn(6, 4))) @ head.T).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert names_of(program) == []
+
+
 # Settings of groups
 
 

@@ -3,6 +3,7 @@
 torch_internals  the private names of torch that this needs
 places           lines of the program, and comments there that silence a lint
 findings         what lints have found
+pieces           memory of which a fact is known, and what is computed from it
 known            what is known of tensors while their memory is there
 fingerprints     what is kept of a tensor
 losses           of what a loss is made
@@ -31,6 +32,8 @@ constants        the whole numbers that a function of the program knows
 worker_generators  generators of a data set of which each worker of a loader has a copy
 group_settings   settings of groups of parameters that are overwritten with one value
 dropped          results that are computed from parameters or gradients and thrown away
+metrics          metrics of schedulers that differ between ranks
+captured_rates   learning rates of steps that a CUDA graph has captured
 horizons         schedules as long as the batches of all ranks
 shards           parts of gradients that ranks scale apart
 orphans          optimizers whose parameters nobody trains
@@ -61,6 +64,7 @@ unmatched_names  checkpoints of other names than those of the model that loads t
 gradient_hooks   hooks of gradients whose result is no mean over ranks
 untrained_copies  models that ranks train together, and copies of them that nobody trains
 unlike_models    models that all ranks call without gradients, and that differ
+one_sided        rows that are gathered for a loss, and get no gradient from other ranks
 gathered_orders  rows that are gathered in another order than what they are compared with
 recomputed       dropout that drops other values when a part is computed again
 divided_rows     rows that differ between ranks which divide a model

@@ -34,6 +34,11 @@ def cause_of(copies: Copies, parted: Parted) -> tuple[str, str]:
             ", and all forward passes were in `no_sync()`",
             "Leave `no_sync()` for the last forward and backward before each step.",
         )
+    if all(one.way.was_left_open for one in taken):
+        return (
+            ", and the last forward pass before it was in `no_sync()`: what its backward has added is of one rank",
+            "Leave `no_sync()` for the last of the micro-batches of a step, and for no other one.",
+        )
     if copies.frozen.issuperset(parted.names):
         return (
             f" of parameters whose `requires_grad` was False when DistributedDataParallel wrapped the model "
@@ -44,6 +49,37 @@ def cause_of(copies: Copies, parted: Parted) -> tuple[str, str]:
         "",
         "Let backward of the wrapped model make all of the gradient: what is added to `p.grad` later, or by another "
         "backward, is of one rank.",
+    )
+
+
+def cause_of_other_updates(parted: Parted) -> tuple[str, str]:
+    """Why values differ though gradients were alike, as a sentence, and what to write."""
+    ways = {rank: taken.way for rank, taken in sorted(parted.snapshots.items())}
+    first, *others = ways
+    for rank in others:
+        rates = list(zip(ways[first].rates or (), ways[rank].rates or (), strict=False))
+        for rate, other_rate in rates:
+            if rate != other_rate:
+                return (
+                    f" Their learning rates differ: {rate:g} on rank {first} and {other_rate:g} on rank {rank}.",
+                    "Change the learning rate alike on all ranks: a scheduler that gets a metric, as "
+                    "`ReduceLROnPlateau` does, needs that of all ranks, after `dist.all_reduce`.",
+                )
+        for name, kept in ways[first].state.items():
+            other = ways[rank].state.get(name)
+            if kept == other or kept is None or other is None:
+                continue
+            are_numbers = isinstance(kept, float) and isinstance(other, float)
+            shown = f"is {kept:g} on rank {first} and {other:g} on rank {rank}" if are_numbers else "differs"
+            return (
+                f" Their optimizers have kept something else of earlier steps: {name!r} {shown}.",
+                "Load the state of the optimizer on all ranks: DistributedDataParallel broadcasts the weights of rank "
+                "0, and nothing of an optimizer.",
+            )
+    return (
+        "",
+        "Let no rank alone write there: all need the same learning rate and the same clipping, and what one rank "
+        "computes for all has to be broadcast.",
     )
 
 

@@ -23,14 +23,20 @@ class Way(NamedTuple):
     Attributes:
         was_called: Whether the model was called since the step before, through what wraps it.
         was_synchronized: Whether that was outside of `no_sync`.
+        was_left_open: Whether the last call was in `no_sync`.
         was_awaited: Whether the step has read no gradient that a collective has still to write.
         skips: How many steps `GradScaler` has skipped until now.
+        rates: The learning rates of the optimizer; None if they are not known.
+        state: What the optimizer keeps of its first parameter: numbers, and what is kept of tensors, by name.
     """
 
     was_called: bool = True
     was_synchronized: bool = True
+    was_left_open: bool = False
     was_awaited: bool = True
     skips: int = 0
+    rates: tuple[float, ...] | None = None
+    state: Mapping[str, float | Fingerprint | None] = {}
 
 
 @final

@@ -71,6 +71,7 @@ class Facts:
         backwards: The calls of `backward` since the last step, or since gradients were zeroed.
         called: The keys of models that were called since the last step, to be trained.
         synchronized: The keys of those that were called outside of `no_sync`.
+        left_open: The keys of those whose last call was in `no_sync`.
         gradients: Where gradients were after the last `backward`: the address by the id of the parameter.
         addresses: All of these addresses.
         factors: By what gradients were multiplied since then, by their address; None if by another tensor.
@@ -91,6 +92,7 @@ class Facts:
     backwards: list[Backward] = field(default_factory=list)
     called: set[Any] = field(default_factory=set)
     synchronized: set[Any] = field(default_factory=set)
+    left_open: set[Any] = field(default_factory=set)
     gradients: dict[int, int] = field(default_factory=dict)
     addresses: set[int] = field(default_factory=set)
     factors: dict[int, float | None] = field(default_factory=dict)
@@ -116,7 +118,7 @@ class Facts:
     def forget(self) -> None:
         """A step is made: what was before it is over."""
         self.backwards = []
-        self.called, self.synchronized = set(), set()
+        self.called, self.synchronized, self.left_open = set(), set(), set()
         self.gradients, self.addresses, self.factors = {}, set(), {}
         self.reduced, self.reducers = {}, ()
         self.was_awaited = True

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, tensors_in
+from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read
-from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Follower
+from torchstrategy.testing._lints.pieces import Pieces
 from torchstrategy.testing._lints.places import Place, here, is_in_a_function
 from torchstrategy.testing._ranks.witnesses import Told
-from torchstrategy.testing._simulation.memory import span
-
-_COPY = torch.ops.aten.copy_.default
 
 
-class _Piece(NamedTuple):
-    """Memory that holds what a rank has gathered of itself, or what was computed from it."""
+class _Own(NamedTuple):
+    """What a rank has gathered of itself."""
 
-    storage: weakref.ref[Any]
-    start: int
-    end: int
     place: Place
     shape: str
 
@@ -37,7 +29,7 @@ class Gathered(Follower):
     """Follows what a rank gathers of its own tensors that have gradients, until a loss is made of it."""
 
     def __init__(self) -> None:
-        self._pieces: dict[int, dict[int, list[_Piece]]] = defaultdict(dict)  # by rank and address of a storage
+        self._pieces: dict[int, Pieces[_Own]] = {}
         self._found: dict[Place, tuple[str, Place]] = {}
 
     @override
@@ -48,30 +40,22 @@ class Gathered(Follower):
             return
         own = told.gets[list(told.ranks).index(told.rank)]
         if can_be_read(own) and own.numel():
-            self._add(facts.rank, own, here(), "x".join(map(str, own.shape)) or "1")
+            shape = "x".join(map(str, own.shape)) or "1"
+            self._pieces.setdefault(facts.rank, Pieces()).add(own, _Own(here(), shape))
 
     @override
     def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if func is _COPY and self._found_in(facts.rank, args[1]) is None:
-            self._overwrite(facts.rank, args[0])
-            return
-        piece = None
-        for tensor in tensors_in((*args, *kwargs.values())):
-            piece = piece or self._found_in(facts.rank, tensor)
-        if piece is None:
-            return
-        sources = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(args) if is_plain(tensor)}
-        for made in tensors_in((result,)):
-            if is_plain(made) and (made.untyped_storage().data_ptr() not in sources or func is _COPY):
-                self._add(facts.rank, made, piece.place, piece.shape)
+        # What is written over is gone, such as by the rank's own tensor, which has its gradient.
+        self._pieces[facts.rank].follow(func, args, kwargs, result)
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
-        for loss in losses:
-            piece = self._found_in(facts.rank, loss)
-            if piece is not None:
-                self._found.setdefault(piece.place, (piece.shape, here()))
-        self._pieces.pop(facts.rank, None)
+        pieces = self._pieces.pop(facts.rank, None)
+        for loss in losses if pieces is not None else ():
+            assert pieces is not None
+            own = pieces.find(loss)
+            if own is not None:
+                self._found.setdefault(own.place, (own.shape, here()))
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -90,28 +74,3 @@ class Gathered(Follower):
             )
             for place, (shape, backward) in self._found.items()
         ]
-
-    def _add(self, rank: int, tensor: torch.Tensor, place: Place, shape: str) -> None:
-        storage = tensor.untyped_storage()
-        start, end = span(tensor)
-        piece = _Piece(weakref.ref(storage), start, end, place, shape)
-        self._pieces[rank].setdefault(storage.data_ptr(), []).append(piece)
-
-    def _found_in(self, rank: int, tensor: Any) -> _Piece | None:
-        """The piece in the memory of a tensor."""
-        pieces = self._pieces.get(rank)
-        if not pieces or not is_plain(tensor) or not tensor.numel():
-            return None
-        start, end = span(tensor)
-        for piece in pieces.get(tensor.untyped_storage().data_ptr(), ()):
-            if piece.storage() is not None and piece.start < end and start < piece.end:
-                return piece
-        return None
-
-    def _overwrite(self, rank: int, tensor: torch.Tensor) -> None:
-        """What is written over is gone, such as by the rank's own tensor, which has its gradient."""
-        address = tensor.untyped_storage().data_ptr() if is_plain(tensor) else 0
-        if address in self._pieces[rank] and tensor.numel():
-            start, end = span(tensor)
-            left = [piece for piece in self._pieces[rank][address] if not (start <= piece.start and piece.end <= end)]
-            self._pieces[rank][address] = left

@@ -57,6 +57,15 @@ class Lint:
     def scheduled(self, facts: Facts, scheduler: Any) -> None:
         """A scheduler of learning rates was made, which steps it once, or was stepped."""
 
+    def measured(self, facts: Facts, scheduler: Any, metric: Any) -> None:
+        """A scheduler that lowers learning rates by a metric has got one."""
+
+    def replayed(self, facts: Facts, graph: Any) -> None:
+        """A CUDA graph was run again."""
+
+    def captures(self, facts: Facts, graph: Any, is_over: bool) -> None:
+        """The capture of a CUDA graph has begun, or is over."""
+
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is going to make a step."""
 

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters are no longer those of the model that is trained."""
+"""Optimizers whose parameters, or some of them, are no longer those of the model that is trained."""
 
 from __future__ import annotations
 
@@ -52,6 +52,9 @@ class _Seen:
         count: How many parameters it has.
         has_gradients: Whether a parameter of it had a gradient, in any step.
         left: The gradients that parameters of no optimizer had one step before, by id, each with its version.
+        stale: The positions of parameters that had no gradient in any step; None before the first.
+        is_partial: Whether others had some by the time when it was found.
+        is_over: Whether it is not looked at any more.
     """
 
     made_at: Place
@@ -61,11 +64,17 @@ class _Seen:
     count: int = 0
     has_gradients: bool = False
     left: dict[int, _Gradient] = field(default_factory=dict)
+    stale: set[int] | None = None
+    is_partial: bool = False
+    is_over: bool = False
 
 
 @final
 class Orphans(Lint):
-    """Looks for optimizers without any gradient, while parameters that no optimizer has get some."""
+    """Looks for optimizers without any gradient, while parameters that no optimizer has get some.
+
+    Of an optimizer with gradients for some of its parameters, it looks at the others, if no module has them any more.
+    """
 
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
@@ -88,15 +97,18 @@ class Orphans(Lint):
         if seen is None:
             return
         _look_for_gradients(seen, optimizer)
-        if seen.has_gradients or facts.rank not in self._went_back:
+        if seen.is_over or facts.rank not in self._went_back:
             return
         seen.steps += 1
         seen.steps_at = here()
         if seen.steps == _ENOUGH_STEPS - 1:
             seen.left = {id(one): _Gradient.of(one.grad) for _, one in self._of_no_optimizer()}
         if seen.steps == _ENOUGH_STEPS:
-            seen.count = len(parameters_of(optimizer))
-            seen.names = self._trained_in_place_of(optimizer, seen.left)
+            stale = [parameter for at, parameter in enumerate(parameters_of(optimizer)) if at in (seen.stale or ())]
+            seen.count, seen.is_partial = len(stale), seen.has_gradients
+            if not seen.is_partial or not _have_a_module(stale):
+                seen.names = self._trained_in_place_of(stale, seen.left)
+            seen.is_over = not seen.names
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -109,14 +121,16 @@ class Orphans(Lint):
     def findings(self) -> list[Finding | None]:
         found: list[Finding | None] = []
         for seen in self._all:
-            if seen.has_gradients or not seen.names or seen.steps_at is None:
+            if not seen.names or not seen.stale or seen.steps_at is None or seen.has_gradients != seen.is_partial:
                 continue
             places = [seen.made_at, seen.steps_at]
+            which = f"{seen.count} of its" if seen.is_partial else f"none of its {seen.count}"
+            had = "never had a gradient, and no module has them" if seen.is_partial else "ever had a gradient"
             found.append(
                 finding(
                     "optimizer-of-other-parameters",
                     f"The optimizer that is made at {seen.made_at} has made {seen.steps} steps "
-                    f"({in_words([seen.steps_at])}), and none of its {seen.count} parameters ever had a gradient. "
+                    f"({in_words([seen.steps_at])}), and {which} parameters {had}. "
                     f"Parameters of the same shapes that no optimizer has got the gradients: {some(seen.names)}.",
                     "Make the optimizer last, from `model.parameters()`: after `fully_shard`, and after modules are "
                     "copied or replaced.",
@@ -133,12 +147,12 @@ class Orphans(Lint):
                 if parameter.grad is not None and id(parameter) not in owned:
                     yield name, parameter
 
-    def _trained_in_place_of(self, optimizer: torch.optim.Optimizer, left: dict[int, _Gradient]) -> list[str]:
-        """Parameters of no optimizer that this step gives gradients; none if they are not like those of this one.
+    def _trained_in_place_of(self, stale: Sequence[torch.Tensor], left: dict[int, _Gradient]) -> list[str]:
+        """Parameters of no optimizer that this step gives gradients; none if they are not like those without any.
 
         A model of earlier, whose optimizer nobody has seen, keeps the gradients that it had one step before.
         """
-        wanted = Counter(tuple(parameter.shape) for parameter in parameters_of(optimizer))
+        wanted = Counter(tuple(parameter.shape) for parameter in stale)
         names: dict[int, str] = {}
         there: dict[int, torch.Tensor] = {}
         for name, parameter in self._of_no_optimizer():
@@ -154,6 +168,17 @@ class Orphans(Lint):
         return list(dict.fromkeys(names[own] for own, one in there.items() if tuple(one.shape) in wanted))
 
 
+def _have_a_module(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether a module that there is has one of some parameters."""
+    wanted = set(map(id, parameters))
+    return any(not wanted.isdisjoint(map(id, module.parameters(recurse=False))) for module in living_modules())
+
+
 def _look_for_gradients(seen: _Seen, optimizer: torch.optim.Optimizer) -> None:
-    if not seen.has_gradients:
-        seen.has_gradients = any(parameter.grad is not None for parameter in parameters_of(optimizer))
+    if seen.is_over:
+        return
+    parameters = parameters_of(optimizer)
+    without = {at for at, parameter in enumerate(parameters) if parameter.grad is None}
+    seen.has_gradients |= len(without) < len(parameters)
+    seen.stale = without if seen.stale is None else seen.stale & without
+    seen.is_over = not seen.stale

@@ -12,14 +12,15 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from torchstrategy.testing._lints.causes import cause_of, skipped_apart
+from torchstrategy.testing._lints.causes import cause_of, cause_of_other_updates, skipped_apart
 from torchstrategy.testing._lints.copies import Copies, Named, Parted, Way, snapshot
 from torchstrategy.testing._lints.facts import Facts, Model, address_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks, named_ranks, some
-from torchstrategy.testing._lints.fingerprints import can_be_read, number_of
+from torchstrategy.testing._lints.fingerprints import Fingerprint, can_be_read, fingerprint, number_of
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.modules import longest_names, nameless
 from torchstrategy.testing._lints.places import Place, here, in_words
+from torchstrategy.testing._lints.scheduled import rates_of
 from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names, is_persistent
 from torchstrategy.testing._ranks.witnesses import Told
 
@@ -94,11 +95,22 @@ class Replicas(Lint):
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        for copies in self._copies_in(facts, optimizer):
+        there = self._copies_in(facts, optimizer)
+        rates, state = rates_of(optimizer), _state_of(optimizer) if there else {}
+        for copies in there:
             copies.steps[facts.rank] += 1
             was_called = not copies.is_wrapped or copies.key in facts.called
             was_synchronized = not copies.is_wrapped or copies.key in facts.synchronized
-            way = Way(was_called, was_synchronized, facts.was_awaited, facts.skips)
+            was_left_open = copies.is_wrapped and copies.key in facts.left_open
+            way = Way(
+                was_called,
+                was_synchronized,
+                was_left_open,
+                facts.was_awaited,
+                facts.skips,
+                None if rates is None else tuple(rates),
+                state,
+            )
             made = snapshot(copies.named[facts.rank](), here(), True, way)
             copies.add(facts.rank, copies.steps[facts.rank], made)
 
@@ -286,12 +298,12 @@ class Replicas(Lint):
                 places,
             )
         if not parted.has_other_gradients:
+            cause, write = cause_of_other_updates(parted)
             return finding(
                 "replicas-part",
                 f"Since step {parted.step} ({where}), {ranks} have other values, though their gradients were alike: "
-                f"{which}.",
-                "Let no rank alone write there: all need the same learning rate and the same clipping, and what one "
-                "rank computes for all has to be broadcast.",
+                f"{which}.{cause}",
+                write,
                 places,
             )
         cause, write = cause_of(copies, parted)
@@ -302,6 +314,17 @@ class Replicas(Lint):
             write,
             places,
         )
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, float | Fingerprint | None]:
+    """What an optimizer keeps of its first parameter."""
+    found: dict[str, float | Fingerprint | None] = {}
+    first = next(iter(parameters_of(optimizer)), None)
+    kept = None if first is None else optimizer.state.get(first)
+    for name, value in kept.items() if isinstance(kept, dict) else ():
+        number = number_of(value)
+        found[str(name)] = fingerprint(value) if number is None and isinstance(value, torch.Tensor) else number
+    return found
 
 
 def _tensor(parted: Parted, name: str) -> torch.Tensor | None:

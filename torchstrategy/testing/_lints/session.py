@@ -15,6 +15,7 @@ from torchstrategy.testing._lints.aliases import Aliases
 from torchstrategy.testing._lints.averages import Averages
 from torchstrategy.testing._lints.batch_norm import FewStatistics
 from torchstrategy.testing._lints.biases import Biases
+from torchstrategy.testing._lints.captured_rates import CapturedRates
 from torchstrategy.testing._lints.checkpoints import Checkpoints
 from torchstrategy.testing._lints.clipping import Clipping
 from torchstrategy.testing._lints.divided import Divided
@@ -37,7 +38,9 @@ from torchstrategy.testing._lints.lint import Follower, Lint, Seen
 from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
 from torchstrategy.testing._lints.lost_ties import LostTies
 from torchstrategy.testing._lints.means import Means
+from torchstrategy.testing._lints.metrics import Metrics
 from torchstrategy.testing._lints.modes import Modes
+from torchstrategy.testing._lints.one_sided import OneSided
 from torchstrategy.testing._lints.opponents import Opponents
 from torchstrategy.testing._lints.orphans import Orphans
 from torchstrategy.testing._lints.outputs import Outputs
@@ -111,6 +114,8 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     KeptStates,
     GroupSettings,
     WorkerGenerators,
+    Metrics,
+    CapturedRates,
 )
 
 
@@ -129,7 +134,7 @@ class Session:
         self._waits, self._files = Waits(), Files()
         replicas = Replicas()
         unlike = UnlikeModels(replicas.have_parted)
-        self._followers: list[Follower] = [gathered, zeroed, modes, self._waits, unlike, Dropped()]
+        self._followers: list[Follower] = [gathered, zeroed, modes, self._waits, unlike, Dropped(), OneSided()]
         of_others = [frozen, FewStatistics(frozen.has_found), *self._followers, self._files]
         of_others += [checkpoints, Resumes(checkpoints), RepeatedEpochs(checkpoints)]
         self._lints: list[Lint] = [replicas, *(make() for make in _LINTS), *of_others]
@@ -187,6 +192,9 @@ class Session:
                 facts.called.add(model.key)
                 if is_synchronized:
                     facts.synchronized.add(model.key)
+                    facts.left_open.discard(model.key)
+                else:
+                    facts.left_open.add(model.key)
                 for lint in self._lints:
                     lint.calls(facts, model, args)
 

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -26,6 +26,7 @@ from torchstrategy.testing._lints.session import Session
 from torchstrategy.testing._lints.torch_internals import LoaderIterator, replaced_functions, scale_of
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay, WorkWitness, witnesses, work_witnesses
 from torchstrategy.testing._ranks.world import World, current_rank, current_world
+from torchstrategy.testing._simulation.cuda_graphs import CUDAGraph
 from torchstrategy.testing._simulation.ordinals import NAME
 from torchstrategy.testing._simulation.program import is_unwatched
 from torchstrategy.testing._simulation.replacing import replacing
@@ -128,6 +129,8 @@ class Watch:
             (module, "zero_grad", self._before(module.zero_grad, self._zeroed)),
             (module, "train", self._changing(module.train)),
             (LRScheduler, "step", self._after(LRScheduler.step, self._scheduled)),
+            (ReduceLROnPlateau, "step", self._after(ReduceLROnPlateau.step, self._measured)),
+            *self._replaced_of_graphs(),
             (dist, "new_group", self._before(dist.new_group, self._groups)),
             (dist.distributed_c10d, "new_group", self._before(dist.distributed_c10d.new_group, self._groups)),
             (scaler, "scale", self._after(scaler.scale, self._scaled)),
@@ -226,6 +229,24 @@ class Watch:
 
     def _scheduled(self, scheduler: Any, *_: Any, **__: Any) -> None:
         self._tell("scheduled", scheduler)
+
+    def _measured(self, scheduler: Any, metrics: Any = None, *_: Any, **__: Any) -> None:
+        self._tell("saw", "measured", scheduler, metrics)
+
+    def _replaced_of_graphs(self) -> list[tuple[Any, str, Any]]:
+        def begins(graph: Any, *_: Any, **__: Any) -> None:
+            self._tell("saw", "captures", graph, False)
+
+        def ends(graph: Any) -> None:
+            self._tell("saw", "captures", graph, True)
+
+        def replays(graph: Any) -> None:
+            self._tell("saw", "replayed", graph)
+
+        told = {"capture_begin": begins, "capture_end": ends, "replay": replays}
+        # The program may get the simulated one under torch's name only later.
+        kinds: dict[Any, None] = {CUDAGraph: None, torch.cuda.CUDAGraph: None}
+        return [(kind, name, self._after(getattr(kind, name), tell)) for kind in kinds for name, tell in told.items()]
 
     def _backward(self, backward: Method) -> Method:
         @functools.wraps(backward)

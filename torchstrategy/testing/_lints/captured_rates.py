@@ -1,0 +1,102 @@
+"""Learning rates that are numbers while a CUDA graph captures a step, and other numbers when the graph runs again."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.places import Place, here
+
+_ENOUGH = 2  # replays
+
+
+@final
+@dataclass
+class _Captured:
+    """A step in a graph.
+
+    Attributes:
+        optimizer: Whose step it is.
+        place: Where it was captured.
+        rates: The learning rates of its groups then, by position, of those that are numbers.
+        replays: How often the graph has run with other ones.
+        rate: One of them, and what it was in the last of these.
+        replayed_at: Where that was.
+    """
+
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    place: Place
+    rates: dict[int, float]
+    replays: int = 0
+    rate: tuple[float, float] = (0.0, 0.0)
+    replayed_at: Place | None = None
+
+
+@final
+class CapturedRates(Lint):
+    """Looks for schedules that change a number in a captured step: a graph has the number of the capture."""
+
+    def __init__(self) -> None:
+        self._capturing: dict[int, Any] = {}  # by rank, the graph
+        self._steps: weakref.WeakKeyDictionary[Any, list[_Captured]] = weakref.WeakKeyDictionary()
+        self._all: list[_Captured] = []
+
+    @override
+    def captures(self, facts: Facts, graph: Any, is_over: bool) -> None:
+        if is_over:
+            self._capturing.pop(facts.rank, None)
+        else:
+            self._capturing[facts.rank] = graph
+            self._steps.pop(graph, None)
+
+    @override
+    def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        graph = self._capturing.get(facts.rank)
+        if graph is not None and (rates := _rates_of(optimizer)):
+            captured = _Captured(weakref.ref(optimizer), here(), rates)
+            self._steps.setdefault(graph, []).append(captured)
+            self._all.append(captured)
+
+    @override
+    def replayed(self, facts: Facts, graph: Any) -> None:
+        for captured in self._steps.get(graph, ()):
+            optimizer = captured.optimizer()
+            now = {} if optimizer is None else _rates_of(optimizer)
+            other = [(rate, now[at]) for at, rate in captured.rates.items() if at in now and now[at] != rate]
+            if other:
+                captured.replays += 1
+                captured.rate, captured.replayed_at = other[0], here()
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        found: dict[Place, Finding | None] = {}
+        for one in self._all:
+            if one.replays >= _ENOUGH and one.replayed_at is not None:
+                found.setdefault(one.place, _finding(one, one.replayed_at))
+        return list(found.values())
+
+
+def _rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
+    """The learning rates of groups that are numbers, by position. The kernels of a graph read those in tensors."""
+    rates = {at: group.get("lr") for at, group in enumerate(optimizer.param_groups)}
+    return {at: float(rate) for at, rate in rates.items() if isinstance(rate, (int, float))}
+
+
+def _finding(captured: _Captured, replayed_at: Place) -> Finding | None:
+    before, now = captured.rate
+    return finding(
+        "rate-in-a-graph",
+        f"A CUDA graph has captured `optimizer.step()` ({captured.place}) with the learning rate {before:g}. It has "
+        f"run {captured.replays} times ({replayed_at}) since the learning rate is another number, {now:g} in the last: "
+        "the graph goes on with the first.",
+        "Make the learning rate a tensor, `lr=torch.tensor(0.01, device=device)` with `capturable=True`: a scheduler "
+        "writes into it, and the graph reads it.",
+        [captured.place, replayed_at],
+    )

@@ -1,0 +1,83 @@
+"""Schedulers that lower the learning rate by a metric, and get another one on each rank."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from typing import Any, NamedTuple, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.fingerprints import number_of
+from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.places import Place, here
+
+_CLOSE = 1e-6
+_MOST = 1000  # metrics of a scheduler
+
+
+class _Metric(NamedTuple):
+    place: Place
+    number: float
+
+
+@final
+class Metrics(Lint):
+    """Compares the metrics that `ReduceLROnPlateau` gets on ranks which train one model."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, weakref.WeakKeyDictionary[Any, int]] = defaultdict(weakref.WeakKeyDictionary)
+        self._counts: dict[tuple[int, int], int] = defaultdict(int)  # by rank and scheduler
+        self._metrics: dict[tuple[int, int], dict[int, _Metric]] = defaultdict(dict)  # by scheduler and turn, by rank
+        self._companions: tuple[int, ...] = ()
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        if len(facts.companions()) > 1:
+            self._companions = facts.companions()
+
+    @override
+    def measured(self, facts: Facts, scheduler: Any, metric: Any) -> None:
+        number = number_of(metric)
+        if facts.size < 2 or number is None:
+            return
+        known = self._numbers[facts.rank]
+        which = known.setdefault(scheduler, len(known))
+        turn = self._counts[facts.rank, which]
+        self._counts[facts.rank, which] += 1
+        if turn < _MOST:
+            self._metrics[which, turn][facts.rank] = _Metric(here(), number)
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        found: dict[Place, Finding | None] = {}
+        for (_, turn), by_rank in self._metrics.items():
+            mine = [(rank, by_rank[rank]) for rank in self._companions if rank in by_rank]
+            if len(mine) < 2 or len(mine) < len(self._companions):
+                continue
+            first, one = mine[0]
+            for rank, other in mine[1:]:
+                if not _are_close(one.number, other.number):
+                    found.setdefault(one.place, _finding(turn, one, first, other, rank))
+        return list(found.values())
+
+
+def _are_close(one: float, other: float) -> bool:
+    both_are_nan = math.isnan(one) and math.isnan(other)
+    return both_are_nan or math.isclose(one, other, rel_tol=_CLOSE)
+
+
+def _finding(turn: int, one: _Metric, first: int, other: _Metric, rank: int) -> Finding | None:
+    return finding(
+        "metric-of-one-rank",
+        f"`ReduceLROnPlateau.step` at {one.place} gets a metric that differs between ranks which train one model: in "
+        f"call {turn + 1}, {one.number:.6g} on rank {first} and {other.number:.6g} on rank {rank}. Their learning "
+        "rates part as soon as one of them sees a plateau.",
+        "Give all ranks the metric of all rows: `dist.all_reduce` of sums and counts. `dist.reduce` gives the sum to "
+        "`dst` alone.",
+        list(dict.fromkeys([one.place, other.place])),
+    )

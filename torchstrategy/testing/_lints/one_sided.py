@@ -1,0 +1,117 @@
+"""Rows of a rank that a loss compares with rows gathered from all ranks, to which no gradient goes back."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.fingerprints import can_be_read
+from torchstrategy.testing._lints.lint import Follower
+from torchstrategy.testing._lints.pieces import Pieces
+from torchstrategy.testing._lints.places import Place, exchanging_function_here, here
+from torchstrategy.testing._ranks.witnesses import Told
+
+_ENOUGH = 2  # backward passes
+_aten = torch.ops.aten
+# Each with the positions of the two factors.
+_PRODUCTS = {_aten.mm.default: (0, 1), _aten.bmm.default: (0, 1), _aten.addmm.default: (1, 2)}
+
+
+class _Gathered(NamedTuple):
+    """Rows of other ranks: where they were gathered, among how many, and by which function of the program."""
+
+    place: Place
+    ranks: int
+    function: Any
+
+
+class _Compared(NamedTuple):
+    gathered_at: Place
+    compared_at: Place
+
+
+@final
+class OneSided(Follower):
+    """Looks for products of n rows of a rank with the n rows of each rank, both with gradients.
+
+    Each rank has a loss of its own rows then, and a row has a gradient from the losses of all ranks. A function with a
+    backward of its own that gathers has to send it back. Where each rank compares all rows with all rows, nothing has
+    to be sent. Who gathers without such a function leaves these gradients out on purpose.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, Pieces[_Gathered]] = {}
+        self._compared: dict[int, dict[_Compared, Any]] = defaultdict(dict)  # by rank, each with its function
+        self._is_back: set[int] = set()
+        self._sends_back: set[Any] = set()  # the functions that exchange something in their backward
+        self._times: Counter[tuple[_Compared, Any]] = Counter()
+
+    @override
+    def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
+        function = exchanging_function_here()
+        if facts.rank in self._is_back:
+            self._sends_back.add(function)
+            return
+        if function is None or is_of_torch or told.kind != "all_gather" or len(told.gives) != 1:
+            return
+        if not told.gives[0].requires_grad or len(told.ranks) < 2 or len(told.gets) != len(told.ranks):
+            return
+        for rank, rows in zip(told.ranks, told.gets, strict=True):
+            if rank != told.rank and can_be_read(rows) and rows.numel():
+                gathered = _Gathered(here(), len(told.ranks), function)
+                self._pieces.setdefault(facts.rank, Pieces()).add(rows, gathered)
+
+    @override
+    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        pieces = self._pieces[facts.rank]
+        positions = _PRODUCTS.get(func)
+        if positions is not None and facts.rank not in self._is_back:
+            factors = [args[at] for at in positions]
+            found = [pieces.find(factor) for factor in factors]
+            gathered = found[0] or found[1]
+            if gathered is not None and None in found and all(one.requires_grad for one in factors):
+                rows, columns = sorted(result.shape[-2:])
+                if rows * gathered.ranks == columns:
+                    self._compared[facts.rank][_Compared(gathered.place, here())] = gathered.function
+        pieces.follow(func, args, kwargs, result)
+
+    @override
+    def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
+        self._is_back.add(facts.rank)
+        self._pieces.pop(facts.rank, None)
+
+    @override
+    def went_back(self, facts: Facts) -> None:
+        self._is_back.discard(facts.rank)
+        self._times.update(self._compared.pop(facts.rank, {}).items())
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        self._pieces.pop(facts.rank, None)
+        self._compared.pop(facts.rank, None)
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        found: dict[Place, Finding | None] = {}
+        for (compared, function), times in self._times.items():
+            if times >= _ENOUGH and function not in self._sends_back:
+                found.setdefault(compared.gathered_at, _finding(compared))
+        return list(found.values())
+
+
+def _finding(compared: _Compared) -> Finding | None:
+    return finding(
+        "gradient-not-sent-back",
+        f"The loss compares the rows of each rank with the rows of all ranks (the product at {compared.compared_at}), "
+        f"which are gathered at {compared.gathered_at}, and backward sends nothing to the ranks that they are from. "
+        "The gradient of a row lacks what the losses of other ranks add.",
+        "Gather with `torch.distributed.nn.functional.all_gather(rows)`, whose backward sends the gradients back; or "
+        "compare all gathered rows with all of them, on each rank.",
+        [compared.gathered_at, compared.compared_at],
+    )
