@@ -145,15 +145,21 @@ class Dropped(Follower):
         ]
 
     def _computes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if facts.stepping is not None or result.requires_grad or not is_simulated(result):
-            return
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+            return  # a part of a loss
+        if facts.stepping is None and is_simulated(result):
+            sources = (address_of(one) for one in tensors if one.shape == result.shape)
+            if any(self._is_watched(facts, address) for address in sources if address):
+                self._follow(facts, result, _spot_here())
+
+    def _is_watched(self, facts: Facts, address: int) -> bool:
+        """Whether a parameter, a gradient, or a result that nothing has read is there."""
         if facts.rank not in self._parameters:
             self._parameters[facts.rank] = {address_of(one) for one in facts.parameters()}
-        unread = {one.address for one in self._pieces.get(facts.rank, ())}
-        lasting = self._parameters[facts.rank] | facts.addresses | unread
-        of_same_shape = [one for one in args if isinstance(one, torch.Tensor) and one.shape == result.shape]
-        if not lasting.isdisjoint(set(map(address_of, of_same_shape)) - {0}):
-            self._follow(facts, result, _spot_here())
+        if address in self._parameters[facts.rank] or address in facts.addresses:
+            return True
+        return any(one.address == address for one in self._pieces.get(facts.rank, ()))
 
     def _copies_gradients(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         if facts.stepping is not None or facts.size < 2 or not facts.addresses or not is_simulated(result):
@@ -203,7 +209,7 @@ def _finding(place: Place, seen: _Seen) -> Finding | None:
     exchange = "" if seen.exchanged_at is None else f", which ranks have exchanged ({seen.exchanged_at}),"
     return finding(
         "result-thrown-away",
-        f"The result of a call at {place}{exchange} is thrown away each time, {seen.dropped} times so far. It is "
+        f"The result of a call at {place}{exchange} is thrown away each time, {seen.dropped} times in this run. It is "
         "computed from parameters or gradients, nothing reads it, and nothing is written.",
         "Write in place, as with `value.mul_(decay).add_(...)` or `parameter.grad.div_(count)`, or copy the result "
         "back with `tensor.copy_(result)`.",
