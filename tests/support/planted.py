@@ -1445,7 +1445,9 @@ def a_generator_is_copied_into_workers(rank: int, is_right: bool) -> None:
     torch.manual_seed(0)
     model = make_model()
     optimizer = sgd(model)
-    loader = DataLoader((NoisyInEachWorker if is_right else Noisy)(), batch_size=4, shuffle=True, num_workers=2)
+    loader = DataLoader(
+        (NoisyInEachWorker if is_right else Noisy)(), 4, shuffle=True, num_workers=2, multiprocessing_context="fork"
+    )
     for _ in range(2):
         fit(model, optimizer, (batch.float().to(DEVICE) for batch in loader))
 

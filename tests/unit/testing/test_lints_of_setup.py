@@ -499,7 +499,9 @@ def seed_the_worker(worker: int) -> None:
 
 
 def load(rows: Any, epochs: int = 2, **options: Any) -> None:
-    loader = DataLoader(rows, **{"batch_size": 4, "shuffle": True, "num_workers": 2, **options})
+    settings = {"batch_size": 4, "shuffle": True, "num_workers": 2, **options}
+    context = "fork" if settings["num_workers"] else None
+    loader: DataLoader[Any] = DataLoader(rows, multiprocessing_context=context, **settings)
     for _ in range(epochs):
         for _ in loader:
             pass
