@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from torch.utils.data import (
     IterableDataset,
     Subset,
     TensorDataset,
+    get_worker_info,
     random_split,
 )
 
@@ -115,6 +117,108 @@ def no_sync_around_all(rank: int, is_right: bool) -> None:
         if is_last:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pair("clipped-before-reduced")
+def each_rank_clips_its_own_gradients(rank: int, is_right: bool) -> None:
+    begin()
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows * (1 + rank)).square().mean().backward()
+        if not is_right:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= RANKS
+        if is_right:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+
+@pair("clipped-before-reduced")
+def each_rank_clips_before_one_collective(rank: int, is_right: bool) -> None:
+    begin()
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows * (1 + rank)).square().mean().backward()
+        if not is_right:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=False)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient) / RANKS)
+        optimizer.step()
+
+
+@pair("weights-differ")
+def one_rank_loads_weights_before_they_are_sharded(rank: int, is_right: bool) -> None:
+    begin()
+    model = make_model()
+    state = {name: torch.full_like(value, 0.1) for name, value in model.state_dict().items()}
+    if is_right or rank == 0:
+        model.load_state_dict(state)
+    fully_shard(model, mesh=init_device_mesh(DEVICE, (RANKS,)))
+    fit(model, sgd(model), rows_of(rank))
+
+
+@pair("same-rows")
+def rows_are_drawn_with_one_seed(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    if is_right:
+        torch.manual_seed(rank)
+    fit(model, sgd(model), (torch.randn(4, 4, device=DEVICE) for _ in range(4)))
+
+
+@pair("scaled-added-to-unscaled", has_ranks=False)
+def gradients_are_unscaled_in_each_micro_batch(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+    for step, rows in enumerate(rows_of(rank, 6)):
+        is_last = step % 2 == 1
+        scaler.scale(model(rows).square().mean() / 2).backward()
+        if is_last or not is_right:
+            scaler.unscale_(optimizer)
+        if is_last:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        if is_last or not is_right:
+            scaler.update()
+
+
+class Distilled(nn.Module):
+    """A network that is trained to answer as a frozen one does."""
+
+    def __init__(self, is_right: bool) -> None:
+        super().__init__()
+        self.teacher, self.student, self.is_right = make_model(nn.Dropout(0.5)), make_model(), is_right
+        self.teacher.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> Distilled:
+        super().train(mode)
+        if self.is_right:
+            self.teacher.eval()
+        return self
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(rows)
+        return self.student(rows) - wanted
+
+
+@pair("eval-mode-undone", has_ranks=False)
+def a_teacher_drops_again(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = Distilled(is_right)
+    optimizer = sgd(model.student)
+    model.train()
+    fit(model, optimizer, rows_of(rank))
 
 
 @pair("gradient-not-reduced")
@@ -505,6 +609,25 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(torch.arange(128.0).view(32, 4)[self.first :: self.step] / 128)
+
+
+@pair("same-rows", has_ranks=False)
+def workers_have_all_of_a_stream(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    stream = StreamOfWorkers() if is_right else Stream(0, 1)
+    model = make_model()
+    optimizer = sgd(model)
+    for rows in DataLoader(stream, batch_size=4, num_workers=2, multiprocessing_context="fork"):
+        fit(model, optimizer, iter([rows.to(DEVICE)]))
+
+
+class StreamOfWorkers(Stream):
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info: Any = get_worker_info()
+        return islice(super().__iter__(), info.id, None, info.num_workers)
 
 
 @pair("same-rows")

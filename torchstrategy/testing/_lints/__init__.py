@@ -49,6 +49,10 @@ opponents        gradients that are left from the step of an opponent
 divided          parameters that all ranks have whole, in a model that they divide
 unsharded        parameters beside those of `fully_shard`
 scaled_steps     steps with gradients that are multiplied by the scale of mixed precision
+clipped_alone    gradients that each rank clips before they are reduced
+undone_modes     frozen parts whose evaluation mode is undone
+sharded_apart    parameters that ranks shard from other weights
+unscaled_sums    scaled gradients that are added to unscaled ones
 ties             parameters that share their memory
 lost_ties        parameters that shared their memory until their module was moved
 roundings        weights in bfloat16 that their updates do not change

@@ -13,6 +13,7 @@ from torchstrategy.testing._lints.facts import Facts, addresses_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import CLIPPING, Place, frames_of, here
+from torchstrategy.testing._lints.torch_internals import UNSCALE
 
 _LIMITS = ("max_norm", "clip_value")  # what its functions call the limit
 _FAR_BELOW = 100  # a limit that the program has multiplied by the scale is not so far below the scale
@@ -41,7 +42,7 @@ class Clipping(Lint):
         divides = [_aten.div_.Tensor, _aten.div_.Scalar, _aten._foreach_div_.Scalar, _aten._foreach_div_.Tensor]
         divides += [_aten.mul_.Scalar, _aten._foreach_mul_.Scalar, _aten.copy_.default]
         seen |= {op: self._unscales for op in divides}
-        seen[_aten._amp_foreach_non_finite_check_and_unscale_.default] = self._unscales
+        seen[UNSCALE] = self._unscales
         return seen
 
     @override

@@ -38,6 +38,8 @@ class Generators(Lint):
         self._noise: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(dict)
         self._rows: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(dict)
         self._inputs: dict[tuple[Any, int], dict[int, int]] = defaultdict(dict)
+        self._called: dict[Any, dict[int, Place]] = defaultdict(dict)  # by model and rank: where
+        self._has_loaders = False
         self._times: Counter[tuple[int, Any]] = Counter()
         self._indices: dict[int, Known[bool]] = defaultdict(Known)
         self._companions: tuple[int, ...] = ()
@@ -55,11 +57,22 @@ class Generators(Lint):
     @override
     def calls(self, facts: Facts, model: Model, args: Sequence[Any]) -> None:
         for tensor in args:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                return  # what another part of the model has made
             if isinstance(tensor, torch.Tensor) and can_be_read(tensor):
                 number = self._next(facts.rank, model.key)
                 if number < _MOST:
                     self._inputs[model.key, number][facts.rank] = checksum(numbers_of(tensor))
+                    self._called[model.key][facts.rank] = here()
                 return
+
+    @override
+    def opened(self, facts: Facts, loader: Any) -> None:
+        self._has_loaders = True
+
+    @override
+    def got(self, facts: Facts, loader: Any, batch: Any) -> None:
+        self._has_loaders = True
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -76,9 +89,19 @@ class Generators(Lint):
             found.append(_of_masks(masks, len(self._companions)))
         if has_other_inputs and (noise := self._alike(self._noise, _TWICE)):
             found.append(_of_noise(noise, len(self._companions)))
-        for rows in self._alike(self._rows, _TWICE):
-            found.append(_of_rows(rows, len(self._companions)))
+        rows = self._alike(self._rows, _TWICE)
+        found += [_of_rows(one, len(self._companions)) for one in rows]
+        if not rows and not self._has_loaders:
+            found += [_of_inputs(places) for key, places in self._called.items() if self._are_alike(key)]
         return found
+
+    def _are_alike(self, key: Any) -> bool:
+        """Whether all ranks that train a model call it with the same rows, each time with other ones."""
+        sums = [self._inputs[key, number] for number in range(_MOST)]
+        ranks = set(self._called[key])
+        are_there = len(ranks) > 1 and all(set(those) == ranks for those in sums)
+        each = [set(those.values()) for those in sums]
+        return are_there and all(len(one) == 1 for one in each) and len(set.union(*each)) == _MOST
 
     def _alike(self, drawn: dict[tuple[str, int], dict[int, _Drawn]], least: int) -> list[_Drawn]:
         """The places at which all ranks have drawn the same, each time."""
@@ -174,4 +197,16 @@ def _of_rows(rows: _Drawn, ranks: int) -> Finding | None:
         "have the same seed.",
         "Draw them from a generator with a seed of the rank: `torch.Generator().manual_seed(seed + rank)`.",
         [rows.place],
+    )
+
+
+def _of_inputs(places: dict[int, Place]) -> Finding | None:
+    where = list(dict.fromkeys(places.values()))
+    return finding(
+        "same-rows",
+        f"All {len(places)} ranks call the model that they train ({in_words(where)}) with the same rows, each time: "
+        "what makes or chooses the rows has the same seed on all of them.",
+        "Give each rank rows of its own: `torch.manual_seed(seed + rank)` after the model is built, or a part of the "
+        "data.",
+        where,
     )

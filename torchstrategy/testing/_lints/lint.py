@@ -13,6 +13,7 @@ import torch
 
 from torchstrategy.testing._lints.facts import Facts, Model
 from torchstrategy.testing._lints.findings import Finding
+from torchstrategy.testing._lints.fingerprints import Fingerprint
 from torchstrategy.testing._lints.places import Place
 from torchstrategy.testing._ranks.witnesses import Told
 
@@ -59,6 +60,9 @@ class Lint:
 
     def measured(self, facts: Facts, scheduler: Any, metric: Any) -> None:
         """A scheduler that lowers learning rates by a metric has got one."""
+
+    def sharded(self, facts: Facts, whole: torch.Tensor, parameter: torch.Tensor, before: Fingerprint | None) -> None:
+        """`fully_shard` has divided a whole parameter, of which something is known from before."""
 
     def replayed(self, facts: Facts, graph: Any) -> None:
         """A CUDA graph was run again."""

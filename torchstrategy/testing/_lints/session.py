@@ -17,6 +17,7 @@ from torchstrategy.testing._lints.batch_norm import FewStatistics
 from torchstrategy.testing._lints.biases import Biases
 from torchstrategy.testing._lints.captured_rates import CapturedRates
 from torchstrategy.testing._lints.checkpoints import Checkpoints
+from torchstrategy.testing._lints.clipped_alone import ClippedAlone
 from torchstrategy.testing._lints.clipping import Clipping
 from torchstrategy.testing._lints.divided import Divided
 from torchstrategy.testing._lints.divided_rows import DividedRows
@@ -58,13 +59,16 @@ from torchstrategy.testing._lints.rows import Rows
 from torchstrategy.testing._lints.scaled_steps import ScaledSteps
 from torchstrategy.testing._lints.scales import Scales
 from torchstrategy.testing._lints.schedulers import Schedulers
+from torchstrategy.testing._lints.sharded_apart import ShardedApart
 from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
 from torchstrategy.testing._lints.ties import Ties
 from torchstrategy.testing._lints.totals import Totals
+from torchstrategy.testing._lints.undone_modes import UndoneModes
 from torchstrategy.testing._lints.unlike_models import UnlikeModels
 from torchstrategy.testing._lints.unmatched_names import UnmatchedNames
 from torchstrategy.testing._lints.unreduced import Unreduced
+from torchstrategy.testing._lints.unscaled_sums import UnscaledSums
 from torchstrategy.testing._lints.unsharded import Unsharded
 from torchstrategy.testing._lints.waits import Waits
 from torchstrategy.testing._lints.worker_generators import WorkerGenerators
@@ -116,6 +120,10 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     WorkerGenerators,
     Metrics,
     CapturedRates,
+    UnscaledSums,
+    ClippedAlone,
+    UndoneModes,
+    ShardedApart,
 )
 
 

@@ -1,4 +1,4 @@
-"""Data sets without numbers of rows, that give all ranks the same rows."""
+"""Data sets without numbers of rows, that give all ranks, or all workers of a loader, the same rows."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
 
 _MOST, _ENOUGH = 8, 2
+_ROUNDS = 3  # of the workers of a loader, which give a batch each in turn
 
 
 @final
@@ -29,16 +30,18 @@ class _Stream:
         place: Where it is read.
         batches: Sums of the bytes of the first batches.
         companions: The ranks that train the same model with them.
+        workers: How many workers load them.
     """
 
     place: Place
+    workers: int
     batches: list[int] = field(default_factory=list)
     companions: tuple[int, ...] = ()
 
 
 @final
 class Streams(Lint):
-    """Compares the first batches that ranks get from an `IterableDataset`, which each of them has to divide itself."""
+    """Compares the first batches that ranks, and workers, get from an `IterableDataset`, which they have to divide."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.WeakKeyDictionary[Any, _Stream]] = defaultdict(weakref.WeakKeyDictionary)
@@ -49,11 +52,11 @@ class Streams(Lint):
     def got(self, facts: Facts, loader: Any, batch: Any) -> None:
         of_rank = self._known[facts.rank]
         if loader not in of_rank:
-            of_rank[loader] = _Stream(here())
+            of_rank[loader] = _Stream(here(), loader.num_workers)
             self._in_order[facts.rank].append(of_rank[loader])
         stream = self._last[facts.rank] = of_rank[loader]
         tensor = next(_tensors(batch), None)
-        if tensor is not None and len(stream.batches) < _MOST:
+        if tensor is not None and len(stream.batches) < max(_MOST, _ROUNDS * stream.workers):
             stream.batches.append(checksum(numbers_of(tensor)))
 
     @override
@@ -70,13 +73,34 @@ class Streams(Lint):
             alike = [those[index] for those in others if index < len(those) and _are_alike(stream, those[index])]
             if alike and len(alike) == len(others):
                 found.append(_finding(stream, len(others) + 1))
-        return found
+        every = [stream for those in self._in_order.values() for stream in those]
+        doubled = {stream.place: stream for stream in every if _has_workers_alike(stream)}
+        return found + [_finding_of_workers(stream) for stream in doubled.values()]
 
 
 def _are_alike(stream: _Stream, other: _Stream) -> bool:
     count = min(len(stream.batches), len(other.batches))
     same = stream.batches[:count] == other.batches[:count]
     return same and stream.place == other.place and len(set(stream.batches[:count])) >= _ENOUGH
+
+
+def _has_workers_alike(stream: _Stream) -> bool:
+    """Whether all workers give the same batches: one each, in turn."""
+    count = stream.workers
+    rounds = [stream.batches[at : at + count] for at in range(0, len(stream.batches) - count + 1, count or 1)]
+    each = [set(those) for those in rounds[:_ROUNDS]]
+    return count > 1 and len(each) == _ROUNDS and all(len(one) == 1 for one in each) and len(set.union(*each)) > 1
+
+
+def _finding_of_workers(stream: _Stream) -> Finding | None:
+    return finding(
+        "same-rows",
+        f"The {stream.workers} workers of the loader at {stream.place} give the same batches: each row comes "
+        f"{stream.workers} times. Its data set has no numbers of rows, so each worker has all of it.",
+        "Let `__iter__` of the data set give each worker a part: `info = torch.utils.data.get_worker_info()`, and "
+        "`islice(rows, info.id, None, info.num_workers)`.",
+        [stream.place],
+    )
 
 
 def _finding(stream: _Stream, ranks: int) -> Finding | None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.nn.modules import batchnorm
+from torch.nn.modules import batchnorm, dropout
 from torch.utils import _python_dispatch
 from torch.utils.data import dataloader
 
@@ -18,6 +18,12 @@ LoaderIterator: Any = dataloader._BaseDataLoaderIter
 # The classes under all norms that have statistics of several rows, and under those of a batch.
 NormBase: Any = batchnorm._NormBase
 BatchNorm: Any = batchnorm._BatchNorm
+
+# The class under all layers of dropout, with their rate in `p`.
+Dropout: Any = dropout._DropoutNd
+
+# What `GradScaler.unscale_` does to gradients, whatever their number.
+UNSCALE: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 # What all of `Module.to`, `cuda`, `half` and their kin call, for the module and for each in it.
 APPLY = "_apply"
@@ -54,6 +60,15 @@ def held_here(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """What this rank has of a gradient: its part of one that is sharded, and else all of it."""
     part = part_of(gradient)
     return gradient if part is None else part
+
+
+def sharded_parameter_class() -> Any:
+    """The class of what `fully_shard` makes of each parameter; None while the program has not imported it.
+
+    Its first argument is the whole parameter, and its `sharded_param` the part of this rank.
+    """
+    module: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    return None if module is None else module.FSDPParam
 
 
 def ranks_of_mesh(parameter: Any) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -19,11 +19,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchstrategy.testing._lints.checkpoints import replaced as replaced_for_checkpoints
 from torchstrategy.testing._lints.files import replaced as replaced_for_files
 from torchstrategy.testing._lints.findings import Finding
-from torchstrategy.testing._lints.fingerprints import number_of
+from torchstrategy.testing._lints.fingerprints import fingerprint, number_of
 from torchstrategy.testing._lints.gradient_hooks import replaced as replaced_for_hooks
 from torchstrategy.testing._lints.lost_ties import replaced as replaced_for_ties
 from torchstrategy.testing._lints.session import Session
-from torchstrategy.testing._lints.torch_internals import LoaderIterator, replaced_functions, scale_of
+from torchstrategy.testing._lints.torch_internals import (
+    LoaderIterator,
+    replaced_functions,
+    scale_of,
+    sharded_parameter_class,
+)
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay, WorkWitness, witnesses, work_witnesses
 from torchstrategy.testing._ranks.world import World, current_rank, current_world
 from torchstrategy.testing._simulation.cuda_graphs import CUDAGraph
@@ -54,6 +59,8 @@ class Watch:
         self._of_world: weakref.WeakKeyDictionary[World, Session] = weakref.WeakKeyDictionary()
         self._alone: Session | None = None
         self._here = _Here()
+        self._at_the_end: ExitStack | None = None  # of the block
+        self._watches_sharding = False
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by their iterators
 
     def findings(self) -> list[Finding]:
@@ -103,7 +110,8 @@ class Watch:
         try:
             more = [*replaced_for_checkpoints(self._tell), *replaced_for_hooks(self._tell), *replaced_functions()]
             more += replaced_for_ties(self._tell)
-            with replacing([*self._replaced(), *replaced_for_files(self._file), *more]):
+            with ExitStack() as self._at_the_end:
+                self._at_the_end.enter_context(replacing([*self._replaced(), *replaced_for_files(self._file), *more]))
                 yield
         finally:
             witnesses.remove(self._told)
@@ -141,6 +149,8 @@ class Watch:
         ]
 
     def _tell(self, what: str, *args: Any) -> None:
+        if args and args[0] == "restored":
+            self._watch_sharding()
         session = self.session()
         if session is not None:
             getattr(session, what)(current_rank(), *args)
@@ -230,6 +240,22 @@ class Watch:
     def _scheduled(self, scheduler: Any, *_: Any, **__: Any) -> None:
         self._tell("scheduled", scheduler)
 
+    def _watch_sharding(self) -> None:
+        """Watches `fully_shard` from now on. Only weights that were loaded are asked for, and its import is slow."""
+        kind = sharded_parameter_class()
+        if kind is not None and self._at_the_end is not None and not self._watches_sharding:
+            self._watches_sharding = True
+            self._at_the_end.enter_context(replacing([(kind, "__init__", self._sharding(kind.__init__))]))
+
+    def _sharding(self, make: Method) -> Method:
+        @functools.wraps(make)
+        def told(own: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+            before = fingerprint(param.detach())
+            make(own, param, *args, **kwargs)
+            self._tell("saw", "sharded", param, own.sharded_param, before)
+
+        return told
+
     def _measured(self, scheduler: Any, metrics: Any = None, *_: Any, **__: Any) -> None:
         self._tell("saw", "measured", scheduler, metrics)
 
@@ -306,7 +332,7 @@ class Watch:
         def told(iterator: Any) -> Any:
             batch = get(iterator)
             there = self._loaders.get(iterator)
-            loader = there and there()
+            loader = None if there is None else there()
             if loader is not None and isinstance(loader.dataset, IterableDataset):
                 self._tell("got", loader, batch)
             return batch
@@ -317,7 +343,11 @@ class Watch:
         @functools.wraps(draw)
         def told(iterator: Any) -> Any:
             there = self._loaders.get(iterator)
-            loader = self._here.opening or (there and there())
+            loader = self._here.opening
+            if (
+                loader is None and there is not None
+            ):  # a loader is false, or asks for its length, if it is taken as bool
+                loader = there()
             if loader is not None and isinstance(loader.dataset, IterableDataset):
                 return draw(iterator)
             try:
