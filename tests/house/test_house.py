@@ -183,6 +183,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "gradient_hooks",
             "lost_ties",
             "means",
+            "moved_moments",
             "repeated_epochs",
             "resumes",
             "unlike_models",

@@ -1399,6 +1399,19 @@ def best_weights_are_no_copy(rank: int, is_right: bool) -> None:
     model.load_state_dict(best)
 
 
+@pair("state-of-other-parameters", has_ranks=False)
+def an_optimizer_is_made_again_in_another_order(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(DEVICE)
+    optimizer = torch.optim.Adam(model.parameters())
+    fit(model, optimizer, rows_of(rank))
+    state = copy.deepcopy(optimizer.state_dict())
+    layers = list(model) if is_right else [model[2], model[0], model[1]]
+    again = torch.optim.Adam([parameter for layer in layers for parameter in layer.parameters()])
+    again.load_state_dict(state)
+    fit(model, again, rows_of(rank))
+
+
 # Frozen parameters
 
 

@@ -58,6 +58,7 @@ lost_ties        parameters that shared their memory until their module was move
 roundings        weights in bfloat16 that their updates do not change
 replaced_optimizers  schedulers whose optimizer makes no steps
 checkpoints      checkpoints that a program loads, and what takes its values from them
+moved_moments    states of an optimizer that are loaded for other parameters
 kept_states      states that a program keeps, and whose memory is that of the module
 resumes          training that goes on from a checkpoint with an optimizer that has forgotten what it knew
 repeated_epochs  samplers that begin again with epochs that were trained before a checkpoint

@@ -116,6 +116,7 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
 
     load, set_epoch, give_state = torch.load, DistributedSampler.set_epoch, torch.nn.Module.state_dict
     load_module, load_optimizer = torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict
+    give_optimizer_state = torch.optim.Optimizer.state_dict
 
     @functools.wraps(load)
     def loading(*args: Any, **kwargs: Any) -> Any:
@@ -137,6 +138,13 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
             tell("saw", "restored", module, state_dict, misfits)
         return misfits
 
+    @functools.wraps(give_optimizer_state)
+    def giving_of_optimizer(optimizer: Any) -> dict[str, Any]:
+        state = give_optimizer_state(optimizer)
+        if not torch.compiler.is_compiling():
+            tell("saw", "gave_optimizer_state", optimizer, state)
+        return state
+
     @functools.wraps(load_optimizer)
     def restoring_optimizer(optimizer: Any, state_dict: Any) -> None:
         load_optimizer(optimizer, state_dict)
@@ -152,6 +160,7 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
         (torch, "load", loading),
         (torch.nn.Module, "state_dict", giving),
         (torch.nn.Module, "load_state_dict", restoring),
+        (torch.optim.Optimizer, "state_dict", giving_of_optimizer),
         (torch.optim.Optimizer, "load_state_dict", restoring_optimizer),
         (DistributedSampler, "set_epoch", setting),
     ]

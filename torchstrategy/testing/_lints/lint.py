@@ -103,6 +103,9 @@ class Lint:
     def restored_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """An optimizer has loaded its `state_dict`."""
 
+    def gave_optimizer_state(self, facts: Facts, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """An optimizer has given its `state_dict`."""
+
     def sets_epoch(self, facts: Facts, sampler: Any) -> None:
         """`set_epoch` of a `DistributedSampler` was called."""
 

@@ -41,6 +41,7 @@ from torchstrategy.testing._lints.lost_ties import LostTies
 from torchstrategy.testing._lints.means import Means
 from torchstrategy.testing._lints.metrics import Metrics
 from torchstrategy.testing._lints.modes import Modes
+from torchstrategy.testing._lints.moved_moments import MovedMoments
 from torchstrategy.testing._lints.one_sided import OneSided
 from torchstrategy.testing._lints.opponents import Opponents
 from torchstrategy.testing._lints.orphans import Orphans
@@ -124,6 +125,7 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     ClippedAlone,
     UndoneModes,
     ShardedApart,
+    MovedMoments,
 )
 
 
