@@ -1485,12 +1485,16 @@ def an_average_is_computed_and_not_written(rank: int, is_right: bool) -> None:
     model = make_model()
     average = copy.deepcopy(model).requires_grad_(False)
     optimizer = sgd(model)
-    for rows in rows_of(rank):
-        fit(model, optimizer, iter([rows]))
+
+    def update() -> None:
         for mean, value in zip(average.parameters(), model.parameters(), strict=True):
             new = mean * 0.9 + value.detach() * 0.1
             if is_right:
                 mean.copy_(new)
+
+    for rows in rows_of(rank):
+        fit(model, optimizer, iter([rows]))
+        update()
         average(rows)
 
 

@@ -634,6 +634,200 @@ def a_metric_that_lowers_the_rate_is_of_all_rows(rank: int) -> None:
 
 
 @in_ranks
+def all_rows_are_compared_a_block_at_a_time(rank: int) -> None:
+    """The rows of the rank itself come out of the function, too."""
+
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        all_images, all_texts = GatheredRows.apply(images), GatheredRows.apply(texts)
+        losses = [
+            F.cross_entropy(block @ all_texts.T * 10, torch.arange(len(block), device=DEVICE) + at * len(block))
+            for at, block in enumerate(all_images.chunk(RANKS))
+        ]
+        return torch.stack(losses).mean()
+
+    contrastive(rank, loss_of)
+
+
+@in_ranks
+def gathered_rows_meet_weights_of_as_many_rows(rank: int) -> None:
+    """A head with four classes, and four rows of a rank."""
+    begin()
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 16).to(DEVICE), nn.Linear(16, 4).to(DEVICE)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        head(GatheredRows.apply(body(rows))).square().mean().backward()
+        for parameter in body.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+
+@in_ranks
+def gradients_of_parts_are_halved_and_clipped(rank: int) -> None:
+    """`fully_shard`, and two factors that are 1 together: no average."""
+    begin()
+    model = make_model()
+    fully_shard(model, mesh=init_device_mesh(DEVICE, (RANKS,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for rows in rows_of(rank, 6):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
+@in_ranks
+def parts_are_multiplied_together(rank: int) -> None:
+    """A rank with an empty part counted the factors of its other parts for it."""
+    begin()
+    model = nn.Sequential(nn.Linear(4, 1), nn.Tanh(), nn.Linear(1, 4)).to(DEVICE)
+    fully_shard(model, mesh=init_device_mesh(DEVICE, (RANKS,)))
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        parts = [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
+        torch._foreach_mul_(parts, 0.5)
+        squared = torch.stack([part.square().sum() for part in parts]).sum()
+        dist.all_reduce(squared)
+        torch._foreach_mul_(parts, (0.1 / squared.sqrt()).clamp(max=1.0))
+        optimizer.step()
+
+
+@in_ranks
+def each_rank_owns_a_whole_gradient(rank: int) -> None:
+    """Each is clipped by a norm of its own, as that of each parameter is."""
+    begin()
+    torch.manual_seed(0)
+    blocks = [nn.Linear(4, 4, bias=False).to(DEVICE) for _ in range(RANKS)]
+    own = blocks[rank].weight
+    optimizer = torch.optim.SGD([own], lr=0.1)
+    for rows in rows_of(rank):
+        outputs = rows
+        for block in blocks:
+            block.zero_grad()
+            outputs = block(outputs).tanh()
+        outputs.square().mean().backward()
+        mine = torch.empty_like(own)
+        gradients = [block.weight.grad for block in blocks]
+        dist.reduce_scatter(mine, [one / RANKS for one in gradients if one is not None])
+        own.grad = mine
+        mine.mul_(0.01 / mine.norm())
+        optimizer.step()
+        dist.all_gather([block.weight.data for block in blocks], own.data.clone())
+
+
+@in_ranks
+def gradients_weigh_as_much_as_their_rows(rank: int) -> None:
+    begin()
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank, 6)):
+        mine = rows[: 3 if (rank + step) % 2 else 4]
+        total = torch.tensor(float(len(mine)), device=DEVICE)
+        dist.all_reduce(total)
+        optimizer.zero_grad()
+        F.mse_loss(model(mine), mine[:, :1]).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(len(mine) / total.item())
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+
+@in_ranks
+def a_head_of_the_rank_has_a_schedule_of_its_own(rank: int) -> None:
+    begin()
+    body = wrapped(nn.Linear(4, 8).to(DEVICE))
+    torch.manual_seed(rank)
+    head = nn.Linear(8, 1).to(DEVICE)
+    optimizer, own = sgd(body), sgd(head)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(own, patience=0)
+    for rows in rows_of(rank, 4):
+        optimizer.zero_grad()
+        own.zero_grad()
+        loss = head(body(rows)).square().mean()
+        loss.backward()
+        optimizer.step()
+        own.step()
+        schedule.step(loss.item())
+
+
+class Banked(nn.Module):
+    """Keeps the last outputs of its rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.register_buffer("bank", torch.zeros(4, 1, device=DEVICE))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.inner(rows)
+        self.bank.copy_(outputs.detach())
+        return outputs
+
+
+@in_ranks
+def buffers_are_of_each_rank(rank: int) -> None:
+    begin()
+    model = wrapped(Banked(), broadcast_buffers=False)
+    fit(model, sgd(model), rows_of(rank))
+
+
+@in_ranks
+def a_state_is_averaged_in_place(rank: int) -> None:
+    """It was taken once, and its tensors are the weights."""
+    begin()
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer, state = sgd(model), model.state_dict()
+    for rows in rows_of(rank, 4):
+        fit(model, optimizer, iter([rows]))
+        for value in state.values():
+            dist.all_reduce(value)
+            value.div_(RANKS)
+        model.load_state_dict(state)
+    fit(model, optimizer, rows_of(rank))
+    for value in state.values():
+        dist.broadcast(value, 0)
+    model.load_state_dict(state)
+
+
+class OfMainGradients(torch.optim.Optimizer):
+    """Reads the gradients that the program has added up elsewhere."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(parameter.main_grad, alpha=-0.1)
+
+
+@alone
+def gradients_are_kept_in_another_place() -> None:
+    model = make_model()
+    masters: Any = [parameter.detach().clone() for parameter in model.parameters()]
+    for master in masters:
+        master.main_grad = torch.zeros_like(master)
+    optimizer = OfMainGradients(masters)
+    for rows in rows_of(0, 5):
+        model.zero_grad()
+        model(rows).square().mean().backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.main_grad.copy_(parameter.grad)
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+
+
+@in_ranks
 def outputs_are_gathered_besides(rank: int) -> None:
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         differentiable.all_gather(texts)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, Subset, TensorDataset
 
 from linted import findings_of, findings_of_file, names_of
 from torchstrategy.testing import run_ranks
@@ -402,6 +402,8 @@ def test_a_decay_of_weights_that_a_program_writes_into_all_groups_is_named() -> 
         # A warmup from zero, and a rate that all groups come to in the end.
         ([0.01, 0.1], lambda optimizer, step: write_rates(*((0.0, 0.0) if step < 2 else (0.1, 0.2)))(optimizer, step)),
         ([0.01, 0.1], lambda optimizer, step: write_rates(*((0.3, 0.2) if step < 1 else (0.1, 0.1)))(optimizer, step)),
+        # A warmup that is below the rates of all groups.
+        ([0.01, 0.1], write_rates(0.01, 0.01)),
         # One step is no habit.
         ([0.01, 0.1], lambda optimizer, step: write_rates(*((0.1, 0.1) if step < 1 else (0.1, 0.2)))(optimizer, step)),
         ([torch.tensor(0.01), torch.tensor(0.1)], write_rates(0.5, 0.5)),
@@ -480,6 +482,45 @@ class OfTheSplit(Rows):
         return torch.full((4,), float(at))
 
 
+class OfAFunction(Rows):
+    """A variable has the name of the generator, which was for the beginning."""
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        numbers = generator_of(at)
+        return torch.full((4,), numbers.random())
+
+
+def generator_of(at: int) -> np.random.Generator:
+    return np.random.default_rng(at)
+
+
+class SeedsItsTransform(Rows):
+    """As MONAI does."""
+
+    def __init__(self) -> None:
+        self.add = Add()
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        self.add.numbers.seed(at)
+        return self.add(torch.full((4,), float(at)))
+
+
+class OfAnEvaluation(Rows):
+    """The same class for both: the rows of training draw nothing."""
+
+    is_training = True
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return torch.full((4,), float(at) if self.is_training else self.numbers.random())
+
+
+class Fails(Rows):
+    def __getitem__(self, at: int) -> torch.Tensor:
+        if at == 0:
+            raise KeyError(at)
+        return super().__getitem__(at)
+
+
 class OfEachRow(Rows):
     def __getitem__(self, at: int) -> torch.Tensor:
         self.numbers = np.random.default_rng(at)
@@ -490,6 +531,9 @@ class SeededForEachRow(OfTorch):
     def __getitem__(self, at: int) -> torch.Tensor:
         self.numbers.manual_seed(at)
         return super().__getitem__(at)
+
+
+IN_ORDER = SequentialSampler(range(8))
 
 
 def seed_the_worker(worker: int) -> None:
@@ -538,6 +582,15 @@ def test_one_worker_draws_the_same_in_each_epoch() -> None:
         (Rows, {"worker_init_fn": seed_the_worker}),
         (OfTheSplit, {}),
         (OfEachRow, {}),
+        (OfAFunction, {}),
+        (SeedsItsTransform, {}),
+        (OfAnEvaluation, {}),
+        (lambda: Subset(Fails(), [*range(1, 8)]), {}),
+        (Rows, {"shuffle": False, "sampler": DistributedSampler(range(8), 1, 0, shuffle=False)}),
+        (
+            Rows,
+            {"batch_size": 1, "shuffle": False, "batch_sampler": BatchSampler(IN_ORDER, 4, False)},
+        ),
         (lambda: SeededForEachRow(torch.Generator()), {}),
         (lambda: TensorDataset(torch.arange(8.0)), {}),
     ],

@@ -74,8 +74,9 @@ class Aliases(Lint):
         if not seen.averaged or seen.place is None:
             return
         addresses = {address_of(parameter) for parameter in facts.parameters() if parameter.requires_grad}
+        addresses.discard(0)
         averaged = len(seen.averaged & addresses)
-        seen.steps = seen.steps + 1 if 2 * averaged >= len(addresses) else 0
+        seen.steps = seen.steps + 1 if averaged and 2 * averaged >= len(addresses) else 0
         if seen.steps == _ENOUGH_STEPS:
             self._found.setdefault(seen.place, _Found(averaged, len(addresses)))
         seen.averaged, seen.place = set(), None
@@ -98,7 +99,8 @@ class Aliases(Lint):
     def _decays(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         seen, decay = self._seen[facts.rank], args[1]
         if facts.stepping is None and isinstance(decay, (int, float)) and 0 < decay < 1:
-            seen.decays.update(dict.fromkeys(addresses_of(args[0]), decay))
+            # One that is divided among ranks has no address here.
+            seen.decays.update(dict.fromkeys(filter(None, addresses_of(args[0])), decay))
 
     def _adds(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         seen = self._seen[facts.rank]

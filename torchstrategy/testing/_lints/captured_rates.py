@@ -83,9 +83,21 @@ class CapturedRates(Lint):
         return list(found.values())
 
 
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class of an optimizer is torch's own."""
+    return type(optimizer).__module__.partition(".")[0] == "torch"
+
+
 def _rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     """The learning rates of groups that are numbers, by position. The kernels of a graph read those in tensors."""
-    rates = {at: group.get("lr") for at, group in enumerate(optimizer.param_groups)}
+    if not is_of_torch(optimizer):
+        return {}  # it may write them into a tensor before a graph runs
+    trained = {
+        at: group
+        for at, group in enumerate(optimizer.param_groups)
+        if any(parameter.grad is not None or parameter.requires_grad for parameter in group["params"])
+    }
+    rates = {at: group.get("lr") for at, group in trained.items()}
     return {at: float(rate) for at, rate in rates.items() if isinstance(rate, (int, float))}
 
 

@@ -21,7 +21,7 @@ from torchstrategy.testing._ranks.witnesses import Told
 from torchstrategy.testing._simulation.ordinals import is_simulated
 
 _ENOUGH, _ENOUGH_STEPS = 4, 2  # results, and steps of the optimizer between which they were thrown away
-_LONGEST = 64  # operators: what becomes of a result that is still unread after so many is not asked any more
+_LONGEST = 8  # operators: a result that is there for longer is kept for something
 _KEPT = 2  # results of a call that are there at once: one may be in a variable, until the next one is assigned to it
 _IN_PLACE = ("all_reduce", "broadcast")
 _aten = torch.ops.aten
@@ -133,6 +133,12 @@ class Dropped(Follower):
         self._keep(facts.rank, left)
 
     @override
+    def shown(self, facts: Facts, tensor: torch.Tensor) -> None:
+        for one in self._pieces.get(facts.rank, ()):
+            if one.address == address_of(tensor):
+                self._calls[one.spot].is_used = True
+
+    @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         self._parameters.pop(facts.rank, None)  # they may be elsewhere by the next time
 
@@ -186,7 +192,9 @@ class Dropped(Follower):
                 seen.dropped += 1
                 seen.steps.add(steps)
                 seen.exchanged_at = seen.exchanged_at or one.exchanged_at
-            elif one.age <= _LONGEST and not seen.is_used:
+            elif one.age > _LONGEST:
+                seen.is_used = True
+            elif not seen.is_used:
                 left.append(one)
         return left
 

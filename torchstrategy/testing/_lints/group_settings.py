@@ -28,35 +28,41 @@ class _Seen:
     Attributes:
         made_at: Where it was made.
         apart: The settings of its groups, by name, of those that differ between groups and never have in a step.
+        rank: Whose it is.
         steps: In how many steps a setting was the same for all groups, by its name.
         last: What it was in the last of them.
         steps_at: Where that was.
+        steps_of_rank: How many steps the rank had made by then.
     """
 
     made_at: Place
     apart: dict[str, list[Any]]
+    rank: int
     steps: dict[str, int] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
     steps_at: Place | None = None
+    steps_of_rank: int = 0
 
 
 @final
 class GroupSettings(Lint):
     """Looks for optimizers whose groups were made with values that differ, and have made no step with them.
 
-    Steps in which the value of all groups is zero do not count, as those of a warmup that begins with zero.
+    Steps with a value for all that is not above those of the groups do not count: warmups begin so. Nor does an
+    optimizer after which another one makes more steps, as that of a search for a learning rate.
     """
 
     def __init__(self) -> None:
         self._by_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
         self._all: list[_Seen] = []
+        self._steps: dict[int, int] = {}  # by rank
 
     @override
     def has_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         settings = {name: _settings_of(optimizer, name) for name in _SETTINGS}
         apart = {name: values for name, values in settings.items() if values is not None and len(set(values)) > 1}
         if apart:
-            self._by_optimizer[optimizer] = seen = _Seen(here(), apart)
+            self._by_optimizer[optimizer] = seen = _Seen(here(), apart, facts.rank)
             self._all.append(seen)
 
     @override
@@ -73,15 +79,18 @@ class GroupSettings(Lint):
             values = _settings_of(optimizer, name)
             if values is None or len(set(values)) > 1 or len(values) != len(seen.apart[name]):
                 del seen.apart[name]
-            elif values[0]:
+            elif values[0] > min(seen.apart[name]):
                 seen.steps[name] = seen.steps.get(name, 0) + 1
-                seen.last[name], seen.steps_at = values[0], here()
+                seen.last[name], seen.steps_at, seen.steps_of_rank = values[0], here(), facts.steps
+        self._steps[facts.rank] = facts.steps
 
     @override
     def findings(self) -> list[Finding | None]:
         found = [(seen, name) for seen in self._all for name in seen.apart if seen.steps.get(name, 0) >= _ENOUGH_STEPS]
         by_place: dict[tuple[Place, str], _Seen] = {}
         for seen, name in found:
+            if self._steps[seen.rank] - seen.steps_of_rank > seen.steps[name]:
+                continue
             by_place.setdefault((seen.made_at, name), seen)
         return [_finding(seen, name) for (_, name), seen in by_place.items()]
 

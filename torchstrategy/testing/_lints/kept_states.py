@@ -14,6 +14,7 @@ from torchstrategy.testing._lints.facts import Facts, address_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
+from torchstrategy.testing._ranks.witnesses import Told
 
 _LastSteps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
 
@@ -42,11 +43,24 @@ class KeptStates(Lint):
     def __init__(self) -> None:
         self._given = WeakIdKeyDictionary()  # by tensor
         self._last_steps: dict[int, _LastSteps] = defaultdict(weakref.WeakKeyDictionary)  # by rank
+        self._versions: dict[int, dict[int, int]] = defaultdict(dict)  # by rank and id, after the last step
+        self._exchanged: dict[int, set[int]] = defaultdict(set)  # by rank, by collectives since then
         self._found: dict[Place, _Found] = {}
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         self._last_steps[facts.rank][optimizer] = facts.steps
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        self._exchanged.pop(facts.rank, None)
+        if self._given:
+            self._versions[facts.rank] |= {id(one): one._version for one in parameters_of(optimizer)}
+
+    @override
+    def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
+        if self._given and not is_of_torch:
+            self._exchanged[facts.rank] |= set(map(address_of, [*told.gives, *told.gets])) - {0}
 
     @override
     def gave_state(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any]) -> None:
@@ -60,6 +74,12 @@ class KeptStates(Lint):
         steps = self._last_steps[facts.rank]
         trained = {id(one): steps[optimizer] for optimizer in list(steps) for one in parameters_of(optimizer)}
         named = [(name, one) for name, one in module.named_parameters() if id(one) in trained and one.numel()]
+        versions = self._versions[facts.rank]
+        # Loading has written once. Who has written besides, as an average, has made something else of the weights.
+        if any(one._version > versions.get(id(one), one._version) + 1 for _, one in named):
+            return
+        if any(address_of(one) in self._exchanged[facts.rank] for _, one in named):
+            return
         given = [self._given_of(state.get(name), parameter) for name, parameter in named]
         if not given or None in given:
             return

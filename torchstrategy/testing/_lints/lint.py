@@ -64,6 +64,9 @@ class Lint:
     def sharded(self, facts: Facts, whole: torch.Tensor, parameter: torch.Tensor, before: Fingerprint | None) -> None:
         """`fully_shard` has divided a whole parameter, of which something is known from before."""
 
+    def shown(self, facts: Facts, tensor: torch.Tensor) -> None:
+        """The text of a tensor is asked for, as by `print`."""
+
     def replayed(self, facts: Facts, graph: Any) -> None:
         """A CUDA graph was run again."""
 

@@ -20,7 +20,7 @@ from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.scales import accumulated, factor_of, factor_of_gradients, ranks_of
 from torchstrategy.testing._ranks.witnesses import Told
 
-_MOST_NUMBERS, _MOST_STEPS, _MATTERS = 1000, 10_000, 0.05
+_MOST_NUMBERS, _MOST_STEPS, _MATTERS, _CLOSE = 1000, 10_000, 0.05, 1e-4
 _aten = torch.ops.aten
 Counts = tuple[float | None, ...]
 
@@ -38,6 +38,7 @@ class _Brought(NamedTuple):
     counts: Counts
     place: Place
     ranks: tuple[int, ...]
+    weight: float = 1.0  # by what it has multiplied the gradients since `backward`
 
 
 class _Total(NamedTuple):
@@ -109,7 +110,8 @@ class Means(Lint):
         self._steps_with_a_total(facts, calls)
         several = accumulated(calls) or calls
         factor, micro = factor_of(several) if several else None, len(several)
-        if factor is None or abs(factor * micro - 1) > 1e-6 or factor_of_gradients(facts, several) is None:
+        weight = factor_of_gradients(facts, several) if several else None
+        if factor is None or abs(factor * micro - 1) > 1e-6 or weight is None:
             return
         counts = tuple(term.over for call in several for term in call.terms if term.is_mean)
         if None in counts or facts.steps >= _MOST_STEPS:
@@ -119,7 +121,7 @@ class Means(Lint):
             self._accumulated[place].append(counts)
         if len(ranks) > 1:
             # Of several tasks, ranks may add the losses in other orders, each in that of its own rows.
-            self._losses[facts.steps][facts.rank] = _Brought(_known(counts), place, ranks)
+            self._losses[facts.steps][facts.rank] = _Brought(_known(counts), place, ranks, weight)
 
     def _steps_with_a_sum(self, facts: Facts, calls: Sequence[Backward]) -> None:
         """Notes by how many numbers a rank has divided sums to have means: the losses of a step."""
@@ -310,6 +312,10 @@ def _is_share(hits: torch.Tensor, count: float) -> bool:
 
 
 def _differ(by_rank: dict[int, _Brought]) -> bool:
+    if len({one.weight for one in by_rank.values()}) > 1:
+        shares = [count / one.weight for one in by_rank.values() for count in one.counts if count and one.weight]
+        if shares and max(shares) - min(shares) <= _CLOSE * max(shares):
+            return False  # each rank weighs by what it counts
     return len({one.counts for one in by_rank.values()}) > 1
 
 

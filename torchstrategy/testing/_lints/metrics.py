@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.lint import Lint
@@ -23,47 +23,50 @@ _MOST = 1000  # metrics of a scheduler
 class _Metric(NamedTuple):
     place: Place
     number: float
+    ranks: tuple[int, ...]  # that train the same parameters
 
 
 @final
 class Metrics(Lint):
-    """Compares the metrics that `ReduceLROnPlateau` gets on ranks which train one model."""
+    """Compares the metrics that `ReduceLROnPlateau` gets on ranks whose optimizers train one model."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, weakref.WeakKeyDictionary[Any, int]] = defaultdict(weakref.WeakKeyDictionary)
         self._counts: dict[tuple[int, int], int] = defaultdict(int)  # by rank and scheduler
         self._metrics: dict[tuple[int, int], dict[int, _Metric]] = defaultdict(dict)  # by scheduler and turn, by rank
-        self._companions: tuple[int, ...] = ()
-
-    @override
-    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        if len(facts.companions()) > 1:
-            self._companions = facts.companions()
 
     @override
     def measured(self, facts: Facts, scheduler: Any, metric: Any) -> None:
         number = number_of(metric)
-        if facts.size < 2 or number is None:
+        ranks = _ranks_of(facts, scheduler.optimizer)
+        if len(ranks) < 2 or number is None:
             return
         known = self._numbers[facts.rank]
         which = known.setdefault(scheduler, len(known))
         turn = self._counts[facts.rank, which]
         self._counts[facts.rank, which] += 1
         if turn < _MOST:
-            self._metrics[which, turn][facts.rank] = _Metric(here(), number)
+            self._metrics[which, turn][facts.rank] = _Metric(here(), number, ranks)
 
     @override
     def findings(self) -> list[Finding | None]:
         found: dict[Place, Finding | None] = {}
         for (_, turn), by_rank in self._metrics.items():
-            mine = [(rank, by_rank[rank]) for rank in self._companions if rank in by_rank]
-            if len(mine) < 2 or len(mine) < len(self._companions):
-                continue
-            first, one = mine[0]
-            for rank, other in mine[1:]:
-                if not _are_close(one.number, other.number):
+            first, one = min(by_rank.items())
+            for rank, other in by_rank.items():
+                if other.ranks == one.ranks and rank in one.ranks and not _are_close(one.number, other.number):
                     found.setdefault(one.place, _finding(turn, one, first, other, rank))
         return list(found.values())
+
+
+def _ranks_of(facts: Facts, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """The ranks that have copies of what an optimizer trains, by `DistributedDataParallel`; none if there are none."""
+    own = set(map(id, parameters_of(optimizer)))
+    for model in facts.models:
+        wrapped = model.model()
+        if wrapped is not None and not own.isdisjoint(map(id, wrapped.parameters())):
+            return model.ranks
+    return ()
 
 
 def _are_close(one: float, other: float) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.facts import Facts, address_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read
 from torchstrategy.testing._lints.lint import Follower
@@ -24,11 +24,12 @@ _PRODUCTS = {_aten.mm.default: (0, 1), _aten.bmm.default: (0, 1), _aten.addmm.de
 
 
 class _Gathered(NamedTuple):
-    """Rows of other ranks: where they were gathered, among how many, and by which function of the program."""
+    """Rows of all ranks: where they were gathered, among how many, by which function, and the shape of those of one."""
 
     place: Place
     ranks: int
     function: Any
+    shape: tuple[int, ...]
 
 
 class _Compared(NamedTuple):
@@ -62,9 +63,9 @@ class OneSided(Follower):
             return
         if not told.gives[0].requires_grad or len(told.ranks) < 2 or len(told.gets) != len(told.ranks):
             return
-        for rank, rows in zip(told.ranks, told.gets, strict=True):
-            if rank != told.rank and can_be_read(rows) and rows.numel():
-                gathered = _Gathered(here(), len(told.ranks), function)
+        for rows in told.gets:
+            if can_be_read(rows) and rows.numel():
+                gathered = _Gathered(here(), len(told.ranks), function, tuple(told.gives[0].shape))
                 self._pieces.setdefault(facts.rank, Pieces()).add(rows, gathered)
 
     @override
@@ -77,7 +78,11 @@ class OneSided(Follower):
             gathered = found[0] or found[1]
             if gathered is not None and None in found and all(one.requires_grad for one in factors):
                 rows, columns = sorted(result.shape[-2:])
-                if rows * gathered.ranks == columns:
+                other = factors[0] if found[0] is None else factors[1]
+                # Weights are no rows, though they may have the numbers of rows.
+                is_of_rows = sorted(other.shape[-2:]) == sorted(gathered.shape[-2:])
+                weights = {address_of(one) for one in facts.parameters()}
+                if rows * gathered.ranks == columns and is_of_rows and address_of(other) not in weights:
                     self._compared[facts.rank][_Compared(gathered.place, here())] = gathered.function
         pieces.follow(func, args, kwargs, result)
 

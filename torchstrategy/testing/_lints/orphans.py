@@ -55,6 +55,7 @@ class _Seen:
         stale: The positions of parameters that had no gradient in any step; None before the first.
         is_partial: Whether others had some by the time when it was found.
         is_over: Whether it is not looked at any more.
+        versions: Of the parameters without a gradient, before a step.
     """
 
     made_at: Place
@@ -67,6 +68,7 @@ class _Seen:
     stale: set[int] | None = None
     is_partial: bool = False
     is_over: bool = False
+    versions: dict[int, int] = field(default_factory=dict)
 
 
 @final
@@ -109,6 +111,7 @@ class Orphans(Lint):
             if not seen.is_partial or not _have_a_module(stale):
                 seen.names = self._trained_in_place_of(stale, seen.left)
             seen.is_over = not seen.names
+            seen.versions = {id(one): one._version for one in stale} if seen.names else {}
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -116,6 +119,9 @@ class Orphans(Lint):
         seen = self._seen.get(optimizer)
         if seen is not None:  # a closure makes gradients only in the step
             _look_for_gradients(seen, optimizer)
+            versions, seen.versions = seen.versions, {}
+            if any(versions.get(id(one), one._version) != one._version for one in parameters_of(optimizer)):
+                seen.names, seen.is_over = [], True  # the step changes them: it has their gradients from elsewhere
 
     @override
     def findings(self) -> list[Finding | None]:

@@ -74,10 +74,13 @@ class Positives(Lint):
         place = here()
         if self._right.get((facts.rank, place), 0) >= _ENOUGH_RIGHT:
             return
+        right, before = self._right.get((facts.rank, place), 0), dict(self._found)
         for targets in _targets_of(losses):
             rows = _compared_with(targets.node, kept)
             for one in kept if rows is not None else ():
                 self._judge(facts.rank, one, targets, rows, place)
+        if self._right.get((facts.rank, place), 0) > right:
+            self._found = before  # a loss with terms for the rows of each rank
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:

@@ -347,7 +347,7 @@ def _members_of(model: weakref.ref[Any]) -> dict[str, torch.Tensor]:
     ignored = ignored_names(wrapped)
     found: dict[str, torch.Tensor] = dict(wrapped.module.named_parameters())
     for prefix, module in wrapped.module.named_modules():
-        if not isinstance(module, NormBase):
+        if not isinstance(module, NormBase) and wrapped.broadcast_buffers:  # otherwise each rank may have its own
             for name, buffer in module.named_buffers(recurse=False):
                 if is_persistent(module, name):
                     found[f"{prefix}.{name}" if prefix else name] = buffer

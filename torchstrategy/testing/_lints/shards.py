@@ -13,6 +13,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts, address_of, addresses_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of, numbers_of
+from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import part_of
@@ -61,7 +62,9 @@ class Shards(Lint):
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
-        if told.kind == "reduce_scatter" and not is_of_torch and facts.stepping is None:
+        # Of several tensors, each may be a whole gradient, for the rank that owns the parameter.
+        memory = {one.untyped_storage().data_ptr() for one in told.gives if is_plain(one)}
+        if told.kind == "reduce_scatter" and len(memory) == 1 and not is_of_torch and facts.stepping is None:
             for address in set(map(address_of, told.gets)) - {0}:
                 self._scattered[facts.rank][address] = tuple(told.ranks)
                 self._parts[facts.rank][address] = None
@@ -122,9 +125,9 @@ class Shards(Lint):
         place = here()
         for address in addresses:
             before = parts[address]
-            if before is not None:
-                number = None if number is None or before.number is None else number * before.number
-            parts[address] = _Factor(number, place)
+            earlier = 1.0 if before is None else before.number
+            product = None if number is None or earlier is None else number * earlier
+            parts[address] = _Factor(product, place)
 
 
 def _finding(step: int, numbers: dict[int, float], places: list[Place]) -> Finding | None:

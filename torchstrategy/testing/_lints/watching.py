@@ -37,6 +37,7 @@ from torchstrategy.testing._simulation.program import is_unwatched
 from torchstrategy.testing._simulation.replacing import replacing
 
 Method = Callable[..., Any]
+_SHOWING = ("__repr__", "__format__")
 
 
 @final
@@ -138,6 +139,7 @@ class Watch:
             (module, "train", self._changing(module.train)),
             (LRScheduler, "step", self._after(LRScheduler.step, self._scheduled)),
             (ReduceLROnPlateau, "step", self._after(ReduceLROnPlateau.step, self._measured)),
+            *[(torch.Tensor, name, self._before(getattr(torch.Tensor, name), self._shown)) for name in _SHOWING],
             *self._replaced_of_graphs(),
             (dist, "new_group", self._before(dist.new_group, self._groups)),
             (dist.distributed_c10d, "new_group", self._before(dist.distributed_c10d.new_group, self._groups)),
@@ -255,6 +257,10 @@ class Watch:
             self._tell("saw", "sharded", param, own.sharded_param, before)
 
         return told
+
+    def _shown(self, tensor: Any, *_: Any, **__: Any) -> None:
+        if type(tensor) is torch.Tensor:
+            self._tell("saw", "shown", tensor)
 
     def _measured(self, scheduler: Any, metrics: Any = None, *_: Any, **__: Any) -> None:
         self._tell("saw", "measured", scheduler, metrics)

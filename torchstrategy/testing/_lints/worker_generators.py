@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dis
+import os
 import pickle
 import random
+import signal
+import threading
+import warnings
 import weakref
 import zlib
 from collections import Counter
@@ -15,7 +19,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import BatchSampler, SequentialSampler
 from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts
@@ -25,12 +29,9 @@ from torchstrategy.testing._lints.places import Place, here
 
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _ENTRIES = ("__getitem__", "__getitems__", "__call__", "forward")  # what a worker calls, of data sets and transforms
-# What a program uses that gives each worker, or each row, numbers of its own.
-_SEEDS = {
-    *("seed", "manual_seed", "set_state", "setstate", "bit_generator", "spawn", "clone_state"),
-    *("get_worker_info", "initial_seed", "getpid", "default_rng", "RandomState", "Random", "Generator"),
-}
-_DEEPEST, _MOST = 4, 64  # how far from the data set, and how many parts of a list
+_NAMED = ("LOAD_ATTR", "LOAD_METHOD")
+_DEEPEST, _MOST, _MOST_OF_ALL = 4, 64, 2000  # how far from the data set, how many parts of a list, and of all
+_SECONDS = 5.0  # that a row may take
 
 
 @final
@@ -55,8 +56,9 @@ class _Seen:
 class WorkerGenerators(Lint):
     """Looks for data sets with a generator that was seeded before the workers of a loader get a copy of it.
 
-    What a worker calls has to use it, and to seed none. Loaders that do not shuffle are left alone: some programs want
-    each evaluation to draw the same. So are those with a `worker_init_fn`.
+    A row is drawn twice in a process of its own, each time from another state of the generator: it has to change, and
+    to come out different, since a row that seeds it ends with the same state. Loaders that do not shuffle are left
+    alone: some programs want each evaluation to draw the same. So are those with a `worker_init_fn`.
     """
 
     def __init__(self) -> None:
@@ -65,8 +67,7 @@ class WorkerGenerators(Lint):
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
-        is_in_order = isinstance(loader.sampler, SequentialSampler) and loader.batch_size is not None
-        if not loader.num_workers or loader.worker_init_fn is not None or is_in_order or facts.rank > 0:
+        if not loader.num_workers or loader.worker_init_fn is not None or _is_in_order(loader) or facts.rank > 0:
             return
         known = self._by_loader.setdefault(loader, {})
         if known and loader.persistent_workers:
@@ -75,7 +76,8 @@ class WorkerGenerators(Lint):
             name = f"{type(owner).__name__}.{attribute}"
             if (at, name) not in known:
                 known[at, name] = _Seen(here(), name, loader.num_workers, Counter())
-                self._all.append(known[at, name])
+                if _draws(loader.dataset, generator):
+                    self._all.append(known[at, name])
             known[at, name].states[_state_of(generator)] += 1
 
     @override
@@ -90,7 +92,7 @@ def _is_wrong(seen: _Seen) -> bool:
 
 def _generators_in(thing: Any, depth: int, passed: set[int]) -> Iterator[tuple[Any, str, Any]]:
     """The generators that parts of a data set draw from in a worker, each with its owner and the name there."""
-    if id(thing) in passed:
+    if id(thing) in passed or len(passed) > _MOST_OF_ALL:
         return
     passed.add(id(thing))
     if isinstance(thing, (list, tuple, dict)):
@@ -112,20 +114,18 @@ def _generators_in(thing: Any, depth: int, passed: set[int]) -> Iterator[tuple[A
 
 
 def _names_used_in_workers(kind: type) -> set[str]:
-    """The attributes that what a worker calls of a class uses and never sets; none if it seeds something."""
+    """The attributes that what a worker calls of a class uses. Whether it draws is asked later."""
     used: set[str] = set()
-    stored: set[str] = set()
     waiting, known = list(_ENTRIES), set(_ENTRIES)
     while waiting:
         method = getattr(kind, waiting.pop(), None)
         if not isinstance(method, FunctionType):
             continue
-        for instruction in _instructions_of(method.__code__):
-            (stored if instruction.opname == "STORE_ATTR" else used).add(str(instruction.argval))
+        used |= {str(one.argval) for one in _instructions_of(method.__code__) if one.opname in _NAMED}
         more = {name for name in used if isinstance(getattr(kind, name, None), FunctionType)} - known
         waiting += more
         known |= more
-    return set() if used & _SEEDS else used - stored
+    return used
 
 
 def _instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
@@ -134,6 +134,59 @@ def _instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _instructions_of(constant)
+
+
+def _is_in_order(loader: Any) -> bool:
+    """Whether the rows of a loader come in the order of the data set, as in an evaluation."""
+    sampler = loader.sampler
+    if loader.batch_size is None:  # the sampler gives batches
+        sampler = getattr(sampler, "sampler", sampler)
+    elif type(loader.batch_sampler) is BatchSampler:
+        sampler = loader.batch_sampler.sampler
+    return isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", True) is False
+
+
+def _draws(dataset: Any, generator: Any) -> bool:
+    """Whether a row draws from a generator, and does not seed it. Asked in a process that ends then, as a worker."""
+    if not hasattr(os, "fork"):
+        return False
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other threads, which a worker does not have either
+        child = os.fork()
+    if child == 0:
+        answer = b"?"
+        try:
+            silent = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(silent, stream)
+            before = _state_of(generator)
+            dataset[0]
+            first = _state_of(generator)
+            _draw(generator)
+            dataset[0]
+            answer = b"y" if before != first != _state_of(generator) else b"n"
+        finally:
+            os.write(writing, answer)
+            os._exit(0)
+    os.close(writing)
+    late = threading.Timer(_SECONDS, os.kill, (child, signal.SIGKILL))
+    late.start()
+    try:
+        answer = os.read(reading, 1)
+        os.waitpid(child, 0)
+    finally:
+        late.cancel()
+        os.close(reading)
+    return answer == b"y"
+
+
+def _draw(generator: Any) -> None:
+    """Draws a number."""
+    if isinstance(generator, torch.Generator):
+        torch.rand((), generator=generator, device=generator.device)
+    else:
+        generator.random()
 
 
 def _state_of(generator: Any) -> int:
