@@ -83,14 +83,14 @@ class CapturedRates(Lint):
         return list(found.values())
 
 
-def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the class of an optimizer is torch's own."""
     return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     """The learning rates of groups that are numbers, by position. The kernels of a graph read those in tensors."""
-    if not is_of_torch(optimizer):
+    if not _is_of_torch(optimizer):
         return {}  # it may write them into a tensor before a graph runs
     trained = {
         at: group
