@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from conditions import takes_long
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "public-programs.md"
 
@@ -70,6 +72,7 @@ def folder(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
+@takes_long
 def test_the_script_runs_what_is_there_and_writes_the_table(
     script: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
