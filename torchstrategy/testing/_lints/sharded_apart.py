@@ -57,14 +57,14 @@ class ShardedApart(Lint):
 
     def __init__(self) -> None:
         self._sharded: dict[int, list[_Sharded]] = defaultdict(list)
-        self._loaded: dict[int, dict[int, weakref.ref[torch.Tensor]]] = defaultdict(dict)  # by rank and id
+        # By rank, the shapes of what it has loaded: `.to(device)` may have made other parameters of these since then.
+        self._loaded: dict[int, set[torch.Size]] = defaultdict(set)
         self._trained: dict[int, dict[int, _Trained]] = {}  # by rank and position
 
     @override
     def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
-        for name, parameter in module.named_parameters():
-            if name in state:
-                self._loaded[facts.rank][id(parameter)] = weakref.ref(parameter)
+        there = [parameter for name, parameter in module.named_parameters() if name in state]
+        self._loaded[facts.rank] |= {parameter.shape for parameter in there}
 
     @override
     def sharded(self, facts: Facts, whole: torch.Tensor, parameter: torch.Tensor, before: Fingerprint | None) -> None:
@@ -72,8 +72,7 @@ class ShardedApart(Lint):
         if before is not None and facts.rank not in self._trained and hasattr(part, "device_mesh"):
             ranks = ranks_of_mesh(part)
             held = fingerprint(held_here(part))
-            loaded = self._loaded[facts.rank].get(id(whole))
-            is_loaded = loaded is not None and loaded() is whole
+            is_loaded = whole.shape in self._loaded[facts.rank]
             self._sharded[facts.rank].append(_Sharded(here(), before, weakref.ref(part), held, ranks, is_loaded))
 
     @override

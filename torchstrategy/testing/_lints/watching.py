@@ -151,13 +151,13 @@ class Watch:
         ]
 
     def _tell(self, what: str, *args: Any) -> None:
-        if args and args[0] == "restored":
-            self._watch_sharding()
+        self._watch_sharding()
         session = self.session()
         if session is not None:
             getattr(session, what)(current_rank(), *args)
 
     def _told(self, told: Told) -> None:
+        self._watch_sharding()
         session = self.session()
         if session is not None:
             session.told(told)
@@ -243,9 +243,9 @@ class Watch:
         self._tell("scheduled", scheduler)
 
     def _watch_sharding(self) -> None:
-        """Watches `fully_shard` from now on. Only weights that were loaded are asked for, and its import is slow."""
-        kind = sharded_parameter_class()
-        if kind is not None and self._at_the_end is not None and not self._watches_sharding:
+        """Watches `fully_shard` from the first event on after the program has imported it: its import is slow."""
+        kind = None if self._watches_sharding else sharded_parameter_class()
+        if kind is not None and self._at_the_end is not None:
             self._watches_sharding = True
             self._at_the_end.enter_context(replacing([(kind, "__init__", self._sharding(kind.__init__))]))
 
