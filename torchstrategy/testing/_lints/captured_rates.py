@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.facts import Facts, has_step_of_torch
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
@@ -83,14 +83,9 @@ class CapturedRates(Lint):
         return list(found.values())
 
 
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the class of an optimizer is torch's own."""
-    return type(optimizer).__module__.partition(".")[0] == "torch"
-
-
 def _rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     """The learning rates of groups that are numbers, by position. The kernels of a graph read those in tensors."""
-    if not _is_of_torch(optimizer):
+    if not has_step_of_torch(optimizer):
         return {}  # it may write them into a tensor before a graph runs
     trained = {
         at: group

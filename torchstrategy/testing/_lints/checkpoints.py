@@ -113,54 +113,47 @@ Tell = Callable[..., None]
 
 def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
     """What tells of checkpoints, in place of functions of torch."""
+    module, optimizer = torch.nn.Module, torch.optim.Optimizer
 
-    load, set_epoch, give_state = torch.load, DistributedSampler.set_epoch, torch.nn.Module.state_dict
-    load_module, load_optimizer = torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict
-    give_optimizer_state = torch.optim.Optimizer.state_dict
+    def loaded(value: Any, *_: Any, **__: Any) -> None:
+        tell("saw", "unpickled", value)
 
-    @functools.wraps(load)
-    def loading(*args: Any, **kwargs: Any) -> Any:
-        result = load(*args, **kwargs)
-        tell("saw", "unpickled", result)
-        return result
-
-    @functools.wraps(give_state)
-    def giving(module: Any, *args: Any, **kwargs: Any) -> Any:
-        state = give_state(module, *args, **kwargs)
+    def gave(state: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if not args and kwargs.get("destination") is None and not torch.compiler.is_compiling():  # the whole of it
             tell("saw", "gave_state", module, state)
-        return state
 
-    @functools.wraps(load_module)
-    def restoring(module: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        misfits = load_module(module, state_dict, *args, **kwargs)
+    def restored(misfits: Any, module: Any, state_dict: Any, *_: Any, **__: Any) -> None:
         if isinstance(state_dict, dict):
             tell("saw", "restored", module, state_dict, misfits)
-        return misfits
 
-    @functools.wraps(give_optimizer_state)
-    def giving_of_optimizer(optimizer: Any) -> dict[str, Any]:
-        state = give_optimizer_state(optimizer)
+    def gave_of_optimizer(state: Any, optimizer: Any) -> None:
         if not torch.compiler.is_compiling():
             tell("saw", "gave_optimizer_state", optimizer, state)
-        return state
 
-    @functools.wraps(load_optimizer)
-    def restoring_optimizer(optimizer: Any, state_dict: Any) -> None:
-        load_optimizer(optimizer, state_dict)
+    def restored_optimizer(_: Any, optimizer: Any, state_dict: Any) -> None:
         if isinstance(state_dict, dict):
             tell("saw", "restored_optimizer", optimizer, state_dict)
 
-    @functools.wraps(set_epoch)
-    def setting(sampler: Any, epoch: int) -> None:
-        set_epoch(sampler, epoch)
+    def set_epoch(_: Any, sampler: Any, epoch: int) -> None:
         tell("saw", "sets_epoch", sampler)
 
     return [
-        (torch, "load", loading),
-        (torch.nn.Module, "state_dict", giving),
-        (torch.nn.Module, "load_state_dict", restoring),
-        (torch.optim.Optimizer, "state_dict", giving_of_optimizer),
-        (torch.optim.Optimizer, "load_state_dict", restoring_optimizer),
-        (DistributedSampler, "set_epoch", setting),
+        (torch, "load", _followed_by(torch.load, loaded)),
+        (module, "state_dict", _followed_by(module.state_dict, gave)),
+        (module, "load_state_dict", _followed_by(module.load_state_dict, restored)),
+        (optimizer, "state_dict", _followed_by(optimizer.state_dict, gave_of_optimizer)),
+        (optimizer, "load_state_dict", _followed_by(optimizer.load_state_dict, restored_optimizer)),
+        (DistributedSampler, "set_epoch", _followed_by(DistributedSampler.set_epoch, set_epoch)),
     ]
+
+
+def _followed_by(function: Callable[..., Any], say: Callable[..., None]) -> Callable[..., Any]:
+    """A function, after which another one is called with its result and its arguments."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        say(result, *args, **kwargs)
+        return result
+
+    return called

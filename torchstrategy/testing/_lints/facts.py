@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -127,6 +128,12 @@ class Facts:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step of an optimizer is that of torch: it reads learning rates as they are, and keeps no weights."""
+    step = inspect.unwrap(type(optimizer).step)
+    return str(step.__module__).startswith("torch.optim.")
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:

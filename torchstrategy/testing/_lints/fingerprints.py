@@ -49,6 +49,15 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
         return (on_cpu(tensor) if is_simulated(tensor) else tensor).contiguous()
 
 
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Whether all numbers of a tensor are zero; False if it cannot be read."""
+    if not can_be_read(tensor):
+        return False
+    here = numbers_of(tensor)
+    with torch.no_grad(), unwatched(), without_modes():
+        return not bool(here.any())
+
+
 def fingerprint(tensor: torch.Tensor | None) -> Fingerprint | None:
     """What is kept of a tensor; None of none, or of one that cannot be read."""
     if tensor is None or not can_be_read(tensor):

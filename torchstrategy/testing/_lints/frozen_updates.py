@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
-from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
+from torchstrategy.testing._lints.fingerprints import can_be_read, is_zero, numbers_of
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.modules import names_of
 from torchstrategy.testing._lints.places import Place, here
@@ -74,7 +74,7 @@ class FrozenUpdates(Lint):
             may_be_frozen = at in seen.trained and id(parameter) not in changed and len(seen.before) < _MOST
             if parameter.requires_grad:
                 seen.trained.add(at)
-            elif may_be_frozen and can_be_read(parameter) and _is_zero(parameter.grad):
+            elif may_be_frozen and can_be_read(parameter) and is_zero(parameter.grad):
                 seen.before[at] = _copy(parameter)
 
     @override
@@ -105,14 +105,6 @@ class FrozenUpdates(Lint):
             )
             for one in self._found.values()
         ]
-
-
-def _is_zero(gradient: torch.Tensor) -> bool:
-    if not can_be_read(gradient):
-        return False
-    numbers = numbers_of(gradient)
-    with torch.no_grad(), unwatched(), without_modes():
-        return not bool(numbers.any())
 
 
 def _copy(parameter: torch.Tensor) -> torch.Tensor:

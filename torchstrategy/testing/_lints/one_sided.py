@@ -79,10 +79,8 @@ class OneSided(Follower):
             if gathered is not None and None in found and all(one.requires_grad for one in factors):
                 rows, columns = sorted(result.shape[-2:])
                 other = factors[0] if found[0] is None else factors[1]
-                # Weights are no rows, though they may have the numbers of rows.
                 is_of_rows = sorted(other.shape[-2:]) == sorted(gathered.shape[-2:])
-                weights = {address_of(one) for one in facts.parameters()}
-                if rows * gathered.ranks == columns and is_of_rows and address_of(other) not in weights:
+                if rows * gathered.ranks == columns and is_of_rows and not _is_weight(facts, other):
                     self._compared[facts.rank][_Compared(gathered.place, here())] = gathered.function
         pieces.follow(func, args, kwargs, result)
 
@@ -108,6 +106,11 @@ class OneSided(Follower):
             if times >= _ENOUGH and function not in self._sends_back:
                 found.setdefault(compared.gathered_at, _finding(compared))
         return list(found.values())
+
+
+def _is_weight(facts: Facts, factor: torch.Tensor) -> bool:
+    """Whether a factor is a parameter, which may have as many rows as a rank has."""
+    return any(address_of(one) == address_of(factor) for one in facts.parameters())
 
 
 def _finding(compared: _Compared) -> Finding | None:

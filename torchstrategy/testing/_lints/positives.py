@@ -74,13 +74,17 @@ class Positives(Lint):
         place = here()
         if self._right.get((facts.rank, place), 0) >= _ENOUGH_RIGHT:
             return
-        right, before = self._right.get((facts.rank, place), 0), dict(self._found)
+        right, wrong = 0, []
         for targets in _targets_of(losses):
             rows = _compared_with(targets.node, kept)
             for one in kept if rows is not None else ():
-                self._judge(facts.rank, one, targets, rows, place)
-        if self._right.get((facts.rank, place), 0) > right:
-            self._found = before  # a loss with terms for the rows of each rank
+                fault = _fault(facts.rank, one, targets, rows, place)
+                right += fault == ""
+                wrong += [(fault, one.place)] if fault else []
+        if right:  # then the other terms of the loss may be for the rows of each rank
+            self._right[facts.rank, place] = self._right.get((facts.rank, place), 0) + right
+        elif wrong:
+            self._found.setdefault(place, wrong[0])
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -101,30 +105,27 @@ class Positives(Lint):
             for place, (says, gathered) in self._found.items()
         ]
 
-    def _judge(self, rank: int, kept: _Kept, targets: _Targets, rows: Any, place: Place) -> None:
-        first, count, mine = targets.first, targets.size, kept.given[rank]
-        size = len(mine)
-        starts = [start for start in range(0, len(rows) - size + 1, size) if _are_alike(rows, start, mine)]
-        if not starts or count > size:
-            return
-        if any(start <= first < start + size for start in starts):
-            self._right[rank, place] = self._right.get((rank, place), 0) + 1
-            return
-        # The rows may stand beside others, which this rank has not gathered: only those of another rank are wrong.
-        for other in kept.ranks:
-            its = kept.given[other]
-            part = its[first % len(its) : first % len(its) + count]
-            if other != rank and len(part) == count and _are_alike(rows, first, part):
-                self._found.setdefault(
-                    place,
-                    (
-                        f"On rank {rank}, the loss ({place}) compares its rows with {len(rows)} that all ranks have "
-                        f"gathered ({kept.place}). Its targets are rows {first} to {first + count - 1}, those of rank "
-                        f"{other}; its own are {starts[0]} to {starts[0] + size - 1}.",
-                        kept.place,
-                    ),
-                )
-                return
+
+def _fault(rank: int, kept: _Kept, targets: _Targets, rows: Any, place: Place) -> str | None:
+    """What is wrong with the targets of a rank; nothing if they are its own rows; None if nobody can say."""
+    first, count, mine = targets.first, targets.size, kept.given[rank]
+    size = len(mine)
+    starts = [start for start in range(0, len(rows) - size + 1, size) if _are_alike(rows, start, mine)]
+    if not starts or count > size:
+        return None
+    if any(start <= first < start + size for start in starts):
+        return ""
+    # The rows may stand beside others, which this rank has not gathered: only those of another rank are wrong.
+    for other in kept.ranks:
+        its = kept.given[other]
+        part = its[first % len(its) : first % len(its) + count]
+        if other != rank and len(part) == count and _are_alike(rows, first, part):
+            return (
+                f"On rank {rank}, the loss ({place}) compares its rows with {len(rows)} that all ranks have gathered "
+                f"({kept.place}). Its targets are rows {first} to {first + count - 1}, those of rank {other}; its own "
+                f"are {starts[0]} to {starts[0] + size - 1}."
+            )
+    return None
 
 
 def _directions(rows: torch.Tensor) -> torch.Tensor:

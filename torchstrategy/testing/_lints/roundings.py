@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, parameters_of
+from torchstrategy.testing._lints.facts import Facts, has_step_of_torch, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.fingerprints import can_be_read, number_of, numbers_of
 from torchstrategy.testing._lints.lint import Lint
@@ -80,7 +79,7 @@ class Roundings(Lint):
         seen = self._seen.get(optimizer)
         if seen is None:
             seen = self._seen[optimizer] = _Seen()
-            seen.is_over = not _is_of_torch(optimizer) or not _halves(optimizer)
+            seen.is_over = not has_step_of_torch(optimizer) or not _halves(optimizer)
         if seen.is_over:
             return
         seen.before = {}
@@ -135,12 +134,6 @@ class Roundings(Lint):
         place, dtype = here(), str(parameters[worst[0]].dtype).removeprefix("torch.")
         named = [f"{name} ({shares[at]:.0%})" for at, name in zip(worst, names, strict=True) if shares[at] > _MOST]
         self._found.setdefault(place, _Found(place, dtype, unchanged / total, named))
-
-
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is that of torch, which rounds to the nearest number and keeps no other weights."""
-    step = inspect.unwrap(type(optimizer).step)
-    return str(step.__module__).startswith("torch.optim.")
 
 
 def _halves(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:

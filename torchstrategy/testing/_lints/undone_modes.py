@@ -32,14 +32,12 @@ class _Part:
         evaluated_at: Where that was.
         undone_at: Where `train()` of a larger module has undone it; None if nothing has.
         steps: How many steps were made since then in which it may have dropped something.
-        steps_at: Where the last one was.
     """
 
     module: weakref.ref[nn.Module]
     evaluated_at: Place
     undone_at: Place | None = None
     steps: int = 0
-    steps_at: Place | None = None
 
 
 @final
@@ -84,7 +82,6 @@ class UndoneModes(Lint):
         for part, known in self._parts[facts.rank].items():
             if known.undone_at is not None and _is_frozen(part) and _may_drop(part) and part.training:
                 known.steps += 1
-                known.steps_at = here()
 
     @override
     def findings(self) -> list[Finding | None]:

@@ -12,11 +12,10 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, address_of, addresses_of
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
+from torchstrategy.testing._lints.fingerprints import can_be_read, is_zero
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import Place, here
-from torchstrategy.testing._lints.torch_internals import UNSCALE, without_modes
-from torchstrategy.testing._simulation.program import unwatched
+from torchstrategy.testing._lints.torch_internals import UNSCALE
 
 _ENOUGH = 2  # calls of `backward`
 
@@ -66,8 +65,9 @@ class UnscaledSums(Lint):
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         known = self._ranks.get(facts.rank)
         if known is not None:
-            there = [(one, one.grad) for one in facts.parameters() if address_of(one.grad) in known.addresses]
-            known.left = {id(one) for one, gradient in there if gradient is not None and _is_something(gradient)}
+            there = {id(one): one.grad for one in facts.parameters() if address_of(one.grad) in known.addresses}
+            gradients = {own: one for own, one in there.items() if one is not None and can_be_read(one)}
+            known.left = {own for own, gradient in gradients.items() if not is_zero(gradient)}
 
     @override
     def went_back(self, facts: Facts) -> None:
@@ -100,12 +100,3 @@ class UnscaledSums(Lint):
             known = self._ranks[facts.rank]
             known.addresses |= gradients
             known.place = here()
-
-
-def _is_something(gradient: torch.Tensor) -> bool:
-    """Whether a gradient is not all zeros."""
-    if not can_be_read(gradient):
-        return False
-    numbers = numbers_of(gradient)
-    with torch.no_grad(), unwatched(), without_modes():
-        return bool(numbers.any())

@@ -15,12 +15,11 @@ from typing_extensions import override
 from torchstrategy._base.torch_internals import have_gradient_hooks
 from torchstrategy.testing._lints.facts import Facts, address_of, tensors_in
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
+from torchstrategy.testing._lints.fingerprints import is_zero
 from torchstrategy.testing._lints.lint import Follower
 from torchstrategy.testing._lints.losses import leaves_of
 from torchstrategy.testing._lints.places import CLIPPING, Place, here, is_within
-from torchstrategy.testing._lints.torch_internals import held_here, without_modes
-from torchstrategy.testing._simulation.program import unwatched
+from torchstrategy.testing._lints.torch_internals import held_here
 
 _ENOUGH_STEPS = 3
 _MOST_CALLS = 1000  # without a step
@@ -201,17 +200,8 @@ def _is_lost(facts: Facts, call: _Call) -> bool:
     first = there()
     if first is None or (first.grad is not None and first.grad._version == version):
         return False  # as nearly always: there is no need to look at the others
-    return all(_is_zero(one.grad) for one in facts.parameters() if id(one) in call.changed)
-
-
-def _is_zero(gradient: torch.Tensor | None) -> bool:
-    if gradient is None:
-        return True
-    if not can_be_read(gradient):
-        return False
-    there = numbers_of(gradient)
-    with unwatched(), without_modes():
-        return not bool(there.any())
+    gradients = [one.grad for one in facts.parameters() if id(one) in call.changed]
+    return all(gradient is None or is_zero(gradient) for gradient in gradients)
 
 
 def _has_other_leaves(facts: Facts, loss: torch.Tensor) -> bool:

@@ -173,6 +173,14 @@ def put_variables(values: dict[str, Any]) -> None:
 # Others hold them, so ranks take turns with what is in them.
 _MODULES: Any = torch.nn.modules.module
 _OPTIMIZERS: Any = sys.modules["torch.optim.optimizer"]
+# Over some of them torch loops as they are. The loops over the others go through a copy.
+_LOOPED: list[tuple[Any, str]] = [
+    (_MODULES, "_global_module_registration_hooks"),
+    (_MODULES, "_global_parameter_registration_hooks"),
+    (_MODULES, "_global_buffer_registration_hooks"),
+    (_OPTIMIZERS, "_global_optimizer_pre_hooks"),
+    (_OPTIMIZERS, "_global_optimizer_post_hooks"),
+]
 _HOOKS: list[dict[int, Any]] = [
     _MODULES._global_forward_pre_hooks,
     _MODULES._global_forward_hooks,
@@ -180,11 +188,7 @@ _HOOKS: list[dict[int, Any]] = [
     _MODULES._global_forward_hooks_with_kwargs,
     _MODULES._global_backward_pre_hooks,
     _MODULES._global_backward_hooks,
-    _MODULES._global_module_registration_hooks,
-    _MODULES._global_parameter_registration_hooks,
-    _MODULES._global_buffer_registration_hooks,
-    _OPTIMIZERS._global_optimizer_pre_hooks,
-    _OPTIMIZERS._global_optimizer_post_hooks,
+    *[getattr(owner, name) for owner, name in _LOOPED],
 ]
 _Hooks = tuple[list[dict[int, Any]], bool | None]
 
@@ -230,16 +234,6 @@ class _Table(MutableMapping[int, Any]):
 
     def values(self) -> Any:
         return list(self._table.values())
-
-
-# Those over which torch loops as they are. The loops over the others go through a copy.
-_LOOPED: list[tuple[Any, str]] = [
-    (_MODULES, "_global_module_registration_hooks"),
-    (_MODULES, "_global_parameter_registration_hooks"),
-    (_MODULES, "_global_buffer_registration_hooks"),
-    (_OPTIMIZERS, "_global_optimizer_pre_hooks"),
-    (_OPTIMIZERS, "_global_optimizer_post_hooks"),
-]
 
 
 def hooks_that_change() -> AbstractContextManager[None]:
