@@ -121,8 +121,10 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"constants", "torch_internals"},
         {"known", "modules", "places"},
         {"fingerprints"},
-        {"copies", "findings", "losses"},
-        {"causes", "facts"},
+        {"findings", "losses"},
+        {"facts"},
+        {"copies"},
+        {"causes", "multiplied_apart"},
         {"lint", "pieces", "tracks"},
         {"scheduled"},
         {

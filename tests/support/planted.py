@@ -1297,6 +1297,46 @@ def gradient_of_the_input_is_not_added(rank: int, is_right: bool) -> None:
         optimizer.step()
 
 
+@pair("gradients-scaled-apart")
+def norm_of_a_part_clips_what_all_ranks_have(rank: int, is_right: bool) -> None:
+    begin()
+    first, last = nn.Linear(4, 6).to(DEVICE), nn.Linear(6, 1).to(DEVICE)
+    up = nn.Parameter(torch.randn(8, 6).chunk(RANKS)[rank].to(DEVICE))
+    down = nn.Parameter(torch.randn(6, 8).chunk(RANKS, 1)[rank].contiguous().to(DEVICE))
+    whole = [*first.parameters(), *last.parameters()]
+    optimizer = torch.optim.SGD([*whole, up, down], lr=0.1)
+    for rows in rows_of(0):
+        hidden = torch.tanh(first(rows))
+        part = torch.relu(Copied.apply(hidden) @ up.T) @ down.T
+        optimizer.zero_grad()
+        last(hidden + Added.apply(part)).square().mean().backward()
+        if is_right:
+            of_parts = torch.stack([one.grad.square().sum() for one in (up, down) if one.grad is not None]).sum()
+            dist.all_reduce(of_parts)
+            of_whole = torch.stack([one.grad.square().sum() for one in whole if one.grad is not None]).sum()
+            nn.utils.clip_grads_with_norm_([*whole, up, down], 0.1, (of_parts + of_whole).sqrt())
+        else:
+            nn.utils.clip_grad_norm_([*whole, up, down], 0.1)
+        optimizer.step()
+
+
+@pair("gradients-scaled-apart")
+def gradients_are_scaled_by_the_rows_of_each_rank(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        scale = rows.norm().detach()
+        if is_right:
+            dist.all_reduce(scale)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
+        optimizer.step()
+
+
 @pair("bias-of-each-rank")
 def bias_is_added_before_the_sum(rank: int, is_right: bool) -> None:
     divided_layers(

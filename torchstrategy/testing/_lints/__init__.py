@@ -10,6 +10,7 @@ losses           of what a loss is made
 modules          the modules that there are, and what parameters are called in them
 scheduled        schedulers of learning rates, and where they are stepped
 causes           why copies have parted
+multiplied_apart  gradients that ranks have alike, and multiply by numbers that differ
 facts            what each rank has done since its last step
 lint             what every lint is told
 tracks           parameters at the same position of an optimizer in several ranks

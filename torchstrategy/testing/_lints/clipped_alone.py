@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, address_of, addresses_of
+from torchstrategy.testing._lints.facts import Factor, Facts, address_of, addresses_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.known import Known
@@ -21,15 +21,8 @@ _CLOSE, _MOST_STEPS, _ENOUGH_STEPS = 1e-3, 1000, 2
 _aten = torch.ops.aten
 
 
-class _Clipped(NamedTuple):
-    """By what a gradient was multiplied, and where."""
-
-    factor: float
-    place: Place
-
-
 class _Reduced(NamedTuple):
-    clipped: _Clipped
+    clipped: Factor
     place: Place
 
 
@@ -38,8 +31,7 @@ class ClippedAlone(Lint):
     """Looks for `clip_grad_norm_` before the collective that reduces gradients, with another factor on each rank."""
 
     def __init__(self) -> None:
-        self._clipped: dict[int, dict[int, _Clipped]] = defaultdict(dict)  # by rank and address of the gradient
-        self._flat: dict[int, Known[_Clipped]] = defaultdict(Known)  # what is put together of them
+        self._flat: dict[int, Known[Factor]] = defaultdict(Known)  # what is put together of them
         self._steps: dict[tuple[int, tuple[int, ...]], dict[int, _Reduced]] = defaultdict(dict)  # by step and ranks
 
     @override
@@ -49,12 +41,11 @@ class ClippedAlone(Lint):
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
-        self._clipped.pop(facts.rank, None)
         self._flat.pop(facts.rank, None)
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
-        clipped = self._clipped.get(facts.rank)
+        clipped = facts.clipped
         if not clipped or is_of_torch or told.kind not in ("all_reduce", "reduce_scatter"):
             return
         for tensor in told.gives:
@@ -67,8 +58,8 @@ class ClippedAlone(Lint):
     def findings(self) -> list[Finding | None]:
         apart: dict[Place, list[tuple[int, dict[int, _Reduced]]]] = defaultdict(list)
         for (step, ranks), by_rank in self._steps.items():
-            factors = [one.clipped.factor for one in by_rank.values()]
-            if len(by_rank) == len(ranks) > 1 and max(factors) - min(factors) > _CLOSE * max(factors):
+            factors = [one.clipped.number for one in by_rank.values() if one.clipped.number is not None]
+            if len(factors) == len(ranks) > 1 and max(factors) - min(factors) > _CLOSE * max(factors):
                 first = by_rank[min(by_rank)]
                 apart[first.clipped.place].append((step + 1, dict(sorted(by_rank.items()))))
         return [_finding(*those[0]) for those in apart.values() if len(those) >= _ENOUGH_STEPS]
@@ -76,13 +67,13 @@ class ClippedAlone(Lint):
     def _multiplies(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         if facts.size < 2 or facts.stepping is not None or not facts.addresses or not is_within(CLIPPING):
             return
-        factor = number_of(args[1])
+        number = number_of(args[1])
         gradients = facts.addresses.intersection(addresses_of(args[0])) - {0}
-        if factor is not None and gradients:
-            self._clipped[facts.rank] |= dict.fromkeys(gradients, _Clipped(factor, here()))
+        if number is not None and gradients:
+            facts.clipped |= dict.fromkeys(gradients, Factor(number, here()))
 
     def _puts_together(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        clipped = self._clipped.get(facts.rank)
+        clipped = facts.clipped
         found = [clipped[at] for at in addresses_of(args[0]) if at in clipped] if clipped else []
         if found:
             self._flat[facts.rank].put(result, found[0])
@@ -94,8 +85,8 @@ def _finding(step: int, by_rank: dict[int, _Reduced]) -> Finding | None:
     return finding(
         "clipped-before-reduced",
         f"`clip_grad_norm_` ({one.clipped.place}) multiplies the gradients of each rank by a number of its own before "
-        f"they are reduced ({one.place}): in step {step}, {one.clipped.factor:.4g} on rank {first} and "
-        f"{other.clipped.factor:.4g} on rank {second}. The rows of ranks with large gradients count less.",
+        f"they are reduced ({one.place}): in step {step}, {one.clipped.number:.4g} on rank {first} and "
+        f"{other.clipped.number:.4g} on rank {second}. The rows of ranks with large gradients count less.",
         "Reduce the gradients first, and clip what comes out: it is the same on all ranks.",
         places,
     )

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from torchstrategy.testing._lints.facts import Factor, Facts
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint, of_sparse
-from torchstrategy.testing._lints.places import Place
+from torchstrategy.testing._lints.places import Place, here
 
 Named = Mapping[str, torch.Tensor]
 Prints = dict[str, Fingerprint | None]
@@ -51,6 +52,7 @@ class Snapshot:
         tensors: The tensors.
         way: How it came to the step.
         sparse: Of sparse gradients, checksums of their indices and of their values.
+        factors: By what gradients were multiplied since the last `backward`, those that were.
     """
 
     place: Place
@@ -59,25 +61,31 @@ class Snapshot:
     tensors: dict[str, weakref.ref[torch.Tensor]]
     way: Way
     sparse: dict[str, tuple[int, int]] = field(default_factory=dict)
+    factors: dict[str, Factor] = field(default_factory=dict)
 
 
-def snapshot(named: Named, place: Place, with_gradients: bool, way: Way) -> Snapshot:
-    """What a rank has now."""
+def snapshot(facts: Facts, named: Named, with_gradients: bool, way: Way) -> Snapshot:
+    """What a rank has now, where it is now."""
     gradients: Prints = {}
     sparse: dict[str, tuple[int, int]] = {}
+    factors: dict[str, Factor] = {}
     for name, tensor in named.items() if with_gradients else ():
         gradient = tensor.grad if tensor.is_leaf else None
         if gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.sparse_coo:
             gradients[name], sparse[name] = of_sparse(gradient)
         elif tensor.is_leaf:
             gradients[name] = fingerprint(gradient)
+            factor = facts.multiplied(gradient)
+            if factor is not None:
+                factors[name] = factor
     return Snapshot(
-        place,
+        here(),
         {name: fingerprint(tensor) for name, tensor in named.items()},
         gradients,
         {name: weakref.ref(tensor) for name, tensor in named.items()},
         way,
         sparse,
+        factors,
     )
 
 
@@ -114,6 +122,7 @@ class Copies:
         is_a_guess: Whether only equal gradients can say that they are copies.
         frozen: The parameters that had no gradient when they were wrapped.
         wrapped_at: Where that was.
+        reduced_at: Where a collective of the program has reduced their gradients; None if none has.
         named: Finds the tensors of a rank, by name.
     """
 
@@ -124,6 +133,7 @@ class Copies:
     is_a_guess: bool = False
     frozen: frozenset[str] = frozenset()
     wrapped_at: Place | None = None
+    reduced_at: Place | None = None
     named: dict[int, Callable[[], Named]] = field(default_factory=dict)
     steps: Counter[int] = field(default_factory=Counter)
     parted: Parted | None = None

@@ -17,6 +17,7 @@ from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks
 from torchstrategy.testing._lints.fingerprints import can_be_read, checksum, numbers_of
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.multiplied_apart import multiplied_apart
 from torchstrategy.testing._lints.places import Place, exchanging_function_here, frames_of, here, in_words
 from torchstrategy.testing._lints.tracks import EXCHANGING, Track, Tracks, places_of
 from torchstrategy.testing._ranks.witnesses import Told
@@ -143,6 +144,9 @@ class Divided(Lint):
                 "the rank only what is dropped of a part.",
                 at,
             )
+        apart = multiplied_apart(parted)
+        if apart is not None:
+            return apart.finding()
         places = places_of(parted)
         return finding(
             "gradient-not-reduced",

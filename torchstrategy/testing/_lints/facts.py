@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -54,6 +54,14 @@ class Backward:
 
 
 @final
+class Factor(NamedTuple):
+    """By what a gradient was multiplied, and where it was last; the number is None if nobody knows it."""
+
+    number: float | None
+    place: Place
+
+
+@final
 @dataclass
 class Facts:
     """What one rank has done, or a program without ranks, which is rank -1.
@@ -75,7 +83,8 @@ class Facts:
         left_open: The keys of those whose last call was in `no_sync`.
         gradients: Where gradients were after the last `backward`: the address by the id of the parameter.
         addresses: All of these addresses.
-        factors: By what gradients were multiplied since then, by their address; None if by another tensor.
+        factors: By what gradients were multiplied since then, by their address.
+        clipped: By what `clip_grad_norm_` did so, which is not in `factors`.
         reduced: How gradients were reduced by collectives of the program, by their address.
         reducers: Among whom that was.
         was_awaited: Whether the step has read no gradient that a collective has still to write.
@@ -96,7 +105,8 @@ class Facts:
     left_open: set[Any] = field(default_factory=set)
     gradients: dict[int, int] = field(default_factory=dict)
     addresses: set[int] = field(default_factory=set)
-    factors: dict[int, float | None] = field(default_factory=dict)
+    factors: dict[int, Factor] = field(default_factory=dict)
+    clipped: dict[int, Factor] = field(default_factory=dict)
     reduced: dict[int, str] = field(default_factory=dict)
     reducers: tuple[int, ...] = ()
     was_awaited: bool = True
@@ -109,6 +119,15 @@ class Facts:
             there = [leaf() for leaf in self.leaves.values()]
             yield from (leaf for leaf in there if leaf is not None)
 
+    def multiplied(self, gradient: torch.Tensor | None) -> Factor | None:
+        """By what a gradient was multiplied since the last `backward`; None of one that was not."""
+        address = 0 if gradient is None else address_of(gradient)
+        by_hand, clipped = self.factors.get(address), self.clipped.get(address)
+        if by_hand is None or clipped is None:
+            return by_hand or clipped
+        both = by_hand.number, clipped.number
+        return Factor(None if both[0] is None or both[1] is None else both[0] * both[1], clipped.place)
+
     def companions(self) -> tuple[int, ...]:
         """The ranks with which this one trains one model, as far as its calls since the last step say."""
         for model in self.models:
@@ -120,7 +139,8 @@ class Facts:
         """A step is made: what was before it is over."""
         self.backwards = []
         self.called, self.synchronized, self.left_open = set(), set(), set()
-        self.gradients, self.addresses, self.factors = {}, set(), {}
+        self.gradients, self.addresses = {}, set()
+        self.factors, self.clipped = {}, {}
         self.reduced, self.reducers = {}, ()
         self.was_awaited = True
 

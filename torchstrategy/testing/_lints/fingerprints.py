@@ -28,6 +28,10 @@ class Fingerprint(NamedTuple):
     checksum: int
     sample: tuple[float, ...]
 
+    def divided_by(self, number: float) -> Fingerprint:
+        """What is kept of a tensor that became this one when it was multiplied by a number; no checksum."""
+        return self._replace(checksum=0, sample=tuple(one / number for one in self.sample))
+
     def is_close_to(self, other: Fingerprint) -> bool:
         """Whether two tensors differ by rounding only, as far as some of their numbers say."""
         if self.shape != other.shape:

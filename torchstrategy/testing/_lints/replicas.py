@@ -19,6 +19,7 @@ from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks
 from torchstrategy.testing._lints.fingerprints import Fingerprint, can_be_read, fingerprint, number_of
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.modules import longest_names, nameless
+from torchstrategy.testing._lints.multiplied_apart import multiplied_apart
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.scheduled import rates_of
 from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names, is_persistent
@@ -35,6 +36,7 @@ class _Shared(NamedTuple):
     key: tuple[Any, ...]
     ranks: tuple[int, ...]
     steps: int  # that the rank had made
+    place: Place
 
 
 @final
@@ -75,7 +77,8 @@ class Replicas(Lint):
             if not can_be_read(tensor):
                 continue
             key = ("told", told.key, index)
-            shared = _Shared(weakref.ref(tensor.untyped_storage()), tensor.numel(), key, tuple(told.ranks), facts.steps)
+            storage, ranks = weakref.ref(tensor.untyped_storage()), tuple(told.ranks)
+            shared = _Shared(storage, tensor.numel(), key, ranks, facts.steps, here())
             self._shared[facts.rank, address_of(tensor)] = shared
 
     @override
@@ -90,7 +93,7 @@ class Replicas(Lint):
             if not made or copies.parted is not None:
                 # Copies that have parted may have been averaged since the last step.
                 named = copies.named[facts.rank]()
-                before = snapshot(named if made else _parameters(named), here(), False, Way(skips=facts.skips))
+                before = snapshot(facts, named if made else _parameters(named), False, Way(skips=facts.skips))
                 copies.add(facts.rank, made + 0.5 if made else 0, before)
 
     @override
@@ -111,7 +114,7 @@ class Replicas(Lint):
                 None if rates is None else tuple(rates),
                 state,
             )
-            made = snapshot(copies.named[facts.rank](), here(), True, way)
+            made = snapshot(facts, copies.named[facts.rank](), True, way)
             copies.add(facts.rank, copies.steps[facts.rank], made)
 
     @override
@@ -165,6 +168,9 @@ class Replicas(Lint):
         late = [(copies, copies.late) for copies in guesses if copies.late is not None and not copies.is_over]
         if not late:
             return []
+        apart = multiplied_apart(parted for _, parted in late)
+        if apart is not None:
+            return [apart.finding()]
         names = [_name_of(_tensor(parted, ""), its.key[-1]) for its, parted in late]
         copies, parted = late[0]
         places = list(dict.fromkeys(taken.place for taken in parted.snapshots.values()))
@@ -240,7 +246,9 @@ class Replicas(Lint):
         for tensor in (parameter, parameter.grad):
             shared = self._shared_at(facts, tensor)
             if shared is not None and len(shared.ranks) > 1:
-                return self._single(facts, parameter, shared.key, shared.ranks)
+                copies = self._single(facts, parameter, shared.key, shared.ranks)
+                copies.reduced_at = None if tensor is parameter else shared.place
+                return copies
         return None
 
     def _shared_at(self, facts: Facts, tensor: torch.Tensor | None) -> _Shared | None:
@@ -280,12 +288,15 @@ class Replicas(Lint):
         where, which = in_words(places), some(names)
         ranks = f"rank {copies.ranks[0]} and {named_ranks(parted.ranks)}"
         if parted.step == 0:
+            reduced = list(dict.fromkeys(its.reduced_at for its, _ in members if its.reduced_at is not None))
+            together = f" Their gradients are reduced together ({in_words(reduced)})." if reduced else ""
+            parts = " If each rank has a part of its own there, such as an expert, do not reduce its gradients."
             return finding(
                 "weights-differ",
-                f"Before the first step ({where}), {ranks} have other weights: {which}.",
+                f"Before the first step ({where}), {ranks} have other weights: {which}.{together}",
                 "Build the model from one seed on all ranks, load one checkpoint, or broadcast the weights of one rank "
-                "before the first step.",
-                places,
+                f"before the first step.{parts if reduced else ''}",
+                [*places, *reduced],
             )
         skipped = skipped_apart(copies, parted)
         if skipped is not None:
@@ -306,6 +317,9 @@ class Replicas(Lint):
                 write,
                 places,
             )
+        apart = multiplied_apart(one for _, one in members)
+        if apart is not None:
+            return apart.finding()
         cause, write = cause_of(copies, parted)
         return finding(
             "gradient-not-reduced",

@@ -124,9 +124,10 @@ class ScaledSteps(Lint):
         gradient = None if parameter is None else parameter.grad
         if gradient is None or address_of(gradient) != scaled.address or scaled.address in self._unscaled[facts.rank]:
             return False
-        factor = facts.factors.get(scaled.address, 1.0)
-        if factor is None:
+        factor = facts.factors.get(scaled.address)
+        number = 1.0 if factor is None else factor.number
+        if number is None:
             return False
         is_written = gradient._version != scaled.version
         was_reduced = scaled.address in facts.reduced  # which writes it, and a division by the ranks comes with it
-        return (not is_written or was_reduced) and abs(factor * scaled.scale) >= _STILL_SCALED
+        return (not is_written or was_reduced) and abs(number * scaled.scale) >= _STILL_SCALED

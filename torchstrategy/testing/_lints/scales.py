@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Backward, Facts, address_of, addresses_of
+from torchstrategy.testing._lints.facts import Backward, Factor, Facts, address_of, addresses_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.known import Known, is_plain
@@ -172,7 +172,8 @@ def factor_of_gradients(facts: Facts, calls: Sequence[Backward]) -> float | None
         if id(parameter) in changed:
             address = address_of(parameter.grad)
             is_there = address and address == facts.gradients.get(id(parameter))
-            factors.add(facts.factors.get(address, 1.0) if is_there else None)
+            factor = facts.factors.get(address)
+            factors.add(None if not is_there else 1.0 if factor is None else factor.number)
     return factors.pop() if len(factors) == 1 else None
 
 
@@ -219,15 +220,16 @@ def _scaled(facts: Facts, args: Sequence[Any], is_division: bool) -> None:
     addresses = [address for address in addresses_of(args[0]) if address in facts.addresses]
     if not addresses or is_within(CLIPPING):
         return
-    number = number_of(args[1])
+    number, place = number_of(args[1]), here()
     for address in addresses:
-        before = facts.factors.get(address, 1.0)
+        known = facts.factors.get(address)
+        before = 1.0 if known is None else known.number
         if number is None or before is None or not number:
-            facts.factors[address] = None
+            facts.factors[address] = Factor(None, place)
         else:
-            facts.factors[address] = before / number if is_division else before * number
+            facts.factors[address] = Factor(before / number if is_division else before * number, place)
 
 
 def _overwritten(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
     if facts.addresses and (address := address_of(args[0])) in facts.addresses:
-        facts.factors[address] = None
+        facts.factors[address] = Factor(None, here())

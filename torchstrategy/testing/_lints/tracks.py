@@ -13,7 +13,7 @@ import torch
 from torchstrategy.testing._lints.copies import Copies, Parted, Way, snapshot
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.modules import living_modules, nameless
-from torchstrategy.testing._lints.places import Place, here
+from torchstrategy.testing._lints.places import Place
 
 EXCHANGING = ("all_to_all", "send", "recv")
 """Collectives of programs whose ranks have other parts of a model, as stages of a pipeline and experts."""
@@ -89,7 +89,7 @@ class Tracks:
                 copies.add(
                     facts.rank,
                     made + 0.5 if made else 0,
-                    snapshot(copies.named[facts.rank](), here(), False, Way(skips=facts.skips)),
+                    snapshot(facts, copies.named[facts.rank](), False, Way(skips=facts.skips)),
                 )
         return tracks
 
@@ -101,7 +101,7 @@ class Tracks:
             if copies.is_over or (copies.parted is None and copies.steps[facts.rank] > _ENOUGH_STEPS):
                 continue
             way = Way(was_awaited=facts.was_awaited, skips=facts.skips)
-            copies.add(facts.rank, copies.steps[facts.rank], snapshot(copies.named[facts.rank](), here(), True, way))
+            copies.add(facts.rank, copies.steps[facts.rank], snapshot(facts, copies.named[facts.rank](), True, way))
         _name([track for track in tracks if track.copies.parted is not None and track.owners is None])
 
     def _track(self, facts: Facts, parameter: torch.Tensor, key: tuple[tuple[int, ...], int, int]) -> Track:
