@@ -146,6 +146,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "group_settings",
             "horizons",
             "kept_states",
+            "messages",
             "metrics",
             "modes",
             "one_sided",

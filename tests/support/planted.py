@@ -1337,6 +1337,34 @@ def gradients_are_scaled_by_the_rows_of_each_rank(rank: int, is_right: bool) -> 
         optimizer.step()
 
 
+@pair("gradient-of-another-output")
+def gradients_of_micro_batches_come_back_the_other_way_round(rank: int, is_right: bool) -> None:
+    begin()
+    torch.manual_seed(rank)
+    stage = nn.Linear(4, 6).to(DEVICE) if rank == 0 else nn.Linear(6, 1).to(DEVICE)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    for rows in rows_of(0):
+        optimizer.zero_grad()
+        parts = rows.chunk(2)
+        if rank == 0:
+            outputs = [stage(part) for part in parts]
+            for output in outputs:
+                dist.send(output.detach(), 1)
+            for output in outputs:
+                gradient = torch.empty_like(output)
+                dist.recv(gradient, 1)
+                output.backward(gradient)
+        else:
+            inputs = [torch.empty(len(part), 6, device=DEVICE) for part in parts]
+            for given in inputs:
+                dist.recv(given, 0)
+                (stage(given.requires_grad_()).square().mean() / 2).backward()
+            for given in inputs if is_right else reversed(inputs):
+                assert given.grad is not None
+                dist.send(given.grad, 0)
+        optimizer.step()
+
+
 @pair("bias-of-each-rank")
 def bias_is_added_before_the_sum(rank: int, is_right: bool) -> None:
     divided_layers(

@@ -33,6 +33,7 @@ constants        the whole numbers that a function of the program knows
 worker_generators  generators of a data set of which each worker of a loader has a copy
 group_settings   settings of groups of parameters that are overwritten with one value
 dropped          results that are computed from parameters or gradients and thrown away
+messages         gradients that come back for the output of another micro-batch
 metrics          metrics of schedulers that differ between ranks
 captured_rates   learning rates of steps that a CUDA graph has captured
 horizons         schedules as long as the batches of all ranks

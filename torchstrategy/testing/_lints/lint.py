@@ -15,7 +15,7 @@ from torchstrategy.testing._lints.facts import Facts, Model
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import Fingerprint
 from torchstrategy.testing._lints.places import Place
-from torchstrategy.testing._ranks.witnesses import Told
+from torchstrategy.testing._ranks.witnesses import Told, UnderWay
 
 Seen = Callable[[Facts, Sequence[Any], dict[str, Any], Any], None]
 """Sees an operator: of whom, its arguments and its result."""
@@ -37,6 +37,9 @@ class Lint:
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         """A rank comes to a collective."""
 
+    def begins(self, facts: Facts, under_way: UnderWay) -> None:
+        """The program of a rank has called a collective, or sends or receives a message."""
+
     def groups(self, facts: Facts, ranks: Sequence[int] | None) -> None:
         """`dist.new_group` is called, and all ranks have to call it; None: with all ranks."""
 
@@ -45,6 +48,9 @@ class Lint:
 
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         """`backward` is called."""
+
+    def continues(self, facts: Facts, outputs: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
+        """`backward` is called with a gradient for each of several outputs; None of a loss."""
 
     def went_back(self, facts: Facts) -> None:
         """`backward` is over."""

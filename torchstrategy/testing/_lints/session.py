@@ -39,6 +39,7 @@ from torchstrategy.testing._lints.lint import Follower, Lint, Seen
 from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
 from torchstrategy.testing._lints.lost_ties import LostTies
 from torchstrategy.testing._lints.means import Means
+from torchstrategy.testing._lints.messages import Messages
 from torchstrategy.testing._lints.metrics import Metrics
 from torchstrategy.testing._lints.modes import Modes
 from torchstrategy.testing._lints.moved_moments import MovedMoments
@@ -126,6 +127,7 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     UndoneModes,
     ShardedApart,
     MovedMoments,
+    Messages,
 )
 
 
@@ -221,7 +223,9 @@ class Session:
 
     def begins(self, under_way: UnderWay) -> None:
         """A rank has called what it has to wait for."""
-        self._waits.begins(under_way)
+        facts = self.facts(under_way.rank)
+        for lint in self._lints:
+            lint.begins(facts, under_way)
 
     def over(self, rank: int, part: Any) -> None:
         """A rank has waited for it."""

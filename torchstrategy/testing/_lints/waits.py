@@ -48,8 +48,8 @@ class Waits(Follower):
         self._found: dict[tuple[Place, Place], str] = {}
         self._steps_early: dict[tuple[Place, Place], str] = {}
 
-    def begins(self, under_way: UnderWay) -> None:
-        """A program has called a collective, or sends or receives a message."""
+    @override
+    def begins(self, facts: Facts, under_way: UnderWay) -> None:
         pieces, place = [], here()
         written = [_span(tensor) for tensor in under_way.writes]
         for tensor, is_written in [(t, True) for t in under_way.writes] + [(t, False) for t in under_way.reads]:

@@ -288,7 +288,10 @@ class Watch:
                 return backward(tensors, grad_tensors, *args, **kwargs)
             losses = [tensors] if isinstance(tensors, torch.Tensor) else [one for one in tensors if _is_tensor(one)]
             keeps = kwargs.get("retain_graph", args[0] if args else None)
-            has_gradient = any(one is not None for one in _listed(grad_tensors))
+            gradients = _listed(grad_tensors)
+            has_gradient = any(one is not None for one in gradients)
+            if has_gradient:
+                self._tell("saw", "continues", losses, gradients)
             call = session.goes_back(current_rank(), losses, not keeps and not has_gradient)
             self._here.depth += 1
             try:

@@ -277,6 +277,11 @@ class Part(Wait):
         call = self._exchange.calls[self._place]
         return call.group, frozenset(self._exchange.ranks) if call.kind in ("send", "recv") else None
 
+    @property
+    def message(self) -> object | None:
+        """An object that is the same for the sender and the receiver of a message; None of a collective."""
+        return self._exchange if self._exchange.calls[self._place].kind in ("send", "recv") else None
+
     def writes_on(self, group: Hashable, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether this collective of a group has still to write on some tensors."""
         return not self.is_delivered and group == self._group and overlap(self._gets, tensors)
