@@ -28,10 +28,12 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     Subset,
     TensorDataset,
     get_worker_info,
@@ -193,6 +195,25 @@ def gradients_are_unscaled_in_each_micro_batch(rank: int, is_right: bool) -> Non
             scaler.update()
 
 
+@pair("gradients-of-other-scales", has_ranks=False)
+def one_scaler_for_two_optimizers_that_step_at_other_times(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model, other = make_model(), make_model()
+    optimizers = sgd(model), sgd(other)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=2)
+    of_other = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=2) if is_right else scaler
+    for step, rows in enumerate(rows_of(rank, 8)):
+        optimizers[1].zero_grad()
+        of_other.scale(other(rows).square().mean()).backward()
+        of_other.step(optimizers[1])
+        of_other.update()
+        scaler.scale(model(rows).square().mean() / 2).backward()
+        if step % 2:
+            scaler.step(optimizers[0])
+            scaler.update()
+            optimizers[0].zero_grad()
+
+
 class Distilled(nn.Module):
     """A network that is trained to answer as a frozen one does."""
 
@@ -280,6 +301,18 @@ def loss_is_added_after_backward(rank: int, is_right: bool) -> None:
             for parameter in model.parameters():
                 parameter.grad += 0.1 * rows.mean() * parameter.detach()
         optimizer.step()
+
+
+@pair("gradient-not-reduced")
+def a_head_is_added_after_the_model_was_wrapped(rank: int, is_right: bool) -> None:
+    begin()
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU()).to(DEVICE)
+    if is_right:
+        net.append(nn.Linear(8, 1).to(DEVICE))
+    model = wrapped(net)
+    if not is_right:
+        net.append(nn.Linear(8, 1).to(DEVICE))
+    fit(model, sgd(net), rows_of(rank))
 
 
 @pair("gradient-not-reduced")
@@ -550,6 +583,74 @@ def set_epoch_is_called_on_the_sampler_of_the_loader(rank: int, is_right: bool) 
     fit_epochs(loader, rank, set_on if hasattr(set_on, "set_epoch") else None, lr=1e-4)
 
 
+@pair("same-order")
+def set_epoch_is_looked_for_on_a_batch_sampler_of_torch(rank: int, is_right: bool) -> None:
+    begin()
+    sampler = DistributedSampler(data(), shuffle=True)
+    loader: Any = DataLoader(data(), batch_sampler=BatchSampler(sampler, batch_size=4, drop_last=True))
+    set_on: Any = sampler if is_right else loader.batch_sampler
+    fit_epochs(loader, rank, set_on if hasattr(set_on, "set_epoch") else None, lr=1e-4)
+
+
+class OwnSampler(Sampler[int]):
+    """A part of one order of all rows, which a seed and the epoch choose."""
+
+    def __init__(self, rank: int, rows: int = 32, seed: int = 0) -> None:
+        self.rank, self.rows, self.seed, self.epoch = rank, rows, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.rows // RANKS
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(100 * self.seed + self.epoch)
+        return iter(torch.randperm(self.rows, generator=generator)[self.rank :: RANKS].tolist())
+
+
+@pair("same-order")
+def set_epoch_of_an_own_sampler_is_missing(rank: int, is_right: bool) -> None:
+    begin()
+    sampler = OwnSampler(rank)
+    fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler if is_right else None, lr=1e-4)
+
+
+@pair("same-rows")
+def an_own_sampler_has_a_seed_of_the_rank(rank: int, is_right: bool) -> None:
+    """There are fewer rows in common than those with which a sampler may fill up the batches of all ranks."""
+    begin()
+    sampler = OwnSampler(rank, seed=0 if is_right else rank)
+    fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler)
+
+
+@pair("same-rows", needs_device=True)
+def each_rank_takes_its_part_of_another_order(rank: int, is_right: bool) -> None:
+    """The model gets rows with noise, never the same ones. What is to be reconstructed shows which rows they are."""
+    begin()
+    model, rows = wrapped(nn.Linear(4, 4).to(DEVICE)), torch.randn(128, 4)
+    optimizer, own = sgd(model), np.random.default_rng([7, rank])
+    common = np.random.default_rng(7)
+    for _ in range(2):
+        order = (common if is_right else own).permutation(len(rows))[rank::RANKS]
+        for at in range(0, len(order), 16):
+            clean = rows[order[at : at + 16]]
+            noisy = clean + 0.1 * torch.from_numpy(own.standard_normal(clean.shape).astype(np.float32))
+            optimizer.zero_grad()
+            F.mse_loss(model(noisy.to(DEVICE)), clean.to(DEVICE)).backward()
+            optimizer.step()
+
+
+@pair("same-rows")
+def each_rank_cuts_another_order_into_batches(rank: int, is_right: bool) -> None:
+    begin()
+    rows = torch.randn(128, 4)
+    model = wrapped(make_model())
+    generator = torch.Generator().manual_seed(0 if is_right else rank)
+    parts = torch.randperm(len(rows), generator=generator)[rank::RANKS].split(8)
+    fit(model, sgd(model), (rows[part].to(DEVICE) for part in parts))
+
+
 @pair("same-order", has_ranks=False)
 def generator_is_seeded_in_each_epoch(rank: int, is_right: bool) -> None:
     torch.manual_seed(0)
@@ -661,6 +762,36 @@ def dropout_is_alike(rank: int, is_right: bool) -> None:
     if is_right:
         torch.manual_seed(rank)
     fit(model, sgd(model), rows_of(rank))
+
+
+@pair("same-rows")
+def all_generators_get_the_same_noise(rank: int, is_right: bool) -> None:
+    """Of two models, one gets rows of a loader, and the other one what all ranks draw alike."""
+    begin()
+    critic, maker = wrapped(make_model()), wrapped(nn.Linear(4, 4).to(DEVICE))
+    optimizers = sgd(critic), sgd(maker)
+    generator = torch.Generator().manual_seed(rank if is_right else 0)
+    for (rows,) in DataLoader(data(), batch_size=4, sampler=DistributedSampler(data())):
+        made = maker(torch.randn(4, 4, generator=generator).to(DEVICE))
+        optimizers[0].zero_grad()
+        (critic(made.detach()) - critic(rows.to(DEVICE))).mean().backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        critic.module(made).mean().backward()
+        optimizers[1].step()
+
+
+@pair("random-numbers-alike")
+def noise_has_a_seed_of_the_step_alone(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 4).to(DEVICE))
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank)):
+        generator = torch.Generator().manual_seed(step * RANKS + rank if is_right else step)
+        drawn = torch.randn(rows.shape, generator=generator).to(DEVICE)
+        optimizer.zero_grad()
+        (model(0.9 * rows + 0.4 * drawn) - drawn).square().mean().backward()
+        optimizer.step()
 
 
 @pair("random-numbers-alike")
@@ -802,6 +933,21 @@ def sum_is_divided_by_the_tokens_of_all_ranks(rank: int, is_right: bool) -> None
         optimizer.zero_grad()
         total = (model(rows).square().flatten() * mask).sum()
         (total * RANKS / tokens if is_right else total / tokens).backward()
+        optimizer.step()
+
+
+@pair("loss-divided-twice")
+def one_of_two_terms_is_divided_by_the_boxes_of_all_ranks(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank)):
+        mask, boxes = tokens_of_all(step, rank)
+        number = (boxes / RANKS if is_right else boxes).clamp(min=1).item()
+        optimizer.zero_grad()
+        outputs = model(rows).flatten()
+        of_boxes = F.l1_loss(outputs[mask], rows[mask, 0], reduction="sum") / number
+        (outputs.square().mean() + 5.0 * of_boxes).backward()
         optimizer.step()
 
 
@@ -1224,6 +1370,27 @@ def norm_of_a_part(rank: int, is_right: bool) -> None:
                 dist.all_reduce(squared)
             for part in parts:
                 part.mul_(0.1 / squared.sqrt())
+        optimizer.step()
+
+
+@pair("shards-scaled-apart")
+def norm_of_a_part_is_below_the_limit(rank: int, is_right: bool) -> None:
+    """No rank clips, and so all multiply by the same number, 1; the norm of all parts may be above the limit."""
+    begin()
+    model = make_model()
+    fully_shard(model, mesh=init_device_mesh(DEVICE, (RANKS,)))
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        gradients: Any = [parameter.grad for parameter in model.parameters()]
+        with torch.no_grad():
+            parts = [gradient.to_local() for gradient in gradients]
+            squared = torch.stack([part.square().sum() for part in parts]).sum()
+            if is_right:
+                dist.all_reduce(squared)
+            for part in parts:
+                part.mul_((1e6 / (squared.sqrt() + 1e-6)).clamp(max=1.0))
         optimizer.step()
 
 
@@ -1894,6 +2061,25 @@ def hook_returns_the_sum(rank: int, is_right: bool) -> None:
 
 
 # Evaluations, and what is called without gradients
+
+
+@pair("models-differ")
+def statistics_of_a_model_without_wrapper_stay_apart(rank: int, is_right: bool) -> None:
+    begin()
+    model = make_model(nn.BatchNorm1d(8))
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        flat = nn.utils.parameters_to_vector([one.grad for one in model.parameters() if one.grad is not None])
+        dist.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat / RANKS, [one.grad for one in model.parameters() if one.grad is not None])
+        optimizer.step()
+    for buffer in model.buffers() if is_right else ():
+        dist.broadcast(buffer, 0)
+    model.eval()
+    with torch.no_grad():
+        dist.all_reduce(model(next(rows_of(10 + rank))).sum())
 
 
 @pair("models-differ")

@@ -17,6 +17,7 @@ tracks           parameters at the same position of an optimizer in several rank
 copies           copies of tensors that ranks have to keep alike
 replicas         weights that differ between ranks
 rows             rows that several ranks get, or none
+fed_rows         rows that a program cuts into batches itself, and that ranks have in common
 streams          data sets without numbers of rows (`IterableDataset`) that give all ranks the same rows
 batch_norm       batch norm with the statistics of one rank
 frozen_norms     batch norm of a frozen part that is in training mode
@@ -28,6 +29,7 @@ gathered         tensors that lose their gradients when they are gathered
 waits            tensors that are used before the program has waited for them
 files            files that one rank writes and another reads, in no order
 generators       random numbers that are alike on ranks
+noise            random numbers that all ranks put together with rows that differ
 clipping         gradients that are clipped while they are scaled
 constants        the whole numbers that a function of the program knows
 worker_generators  generators of a data set of which each worker of a loader has a copy

@@ -39,6 +39,13 @@ def cause_of(copies: Copies, parted: Parted) -> tuple[str, str]:
             ", and the last forward pass before it was in `no_sync()`: what its backward has added is of one rank",
             "Leave `no_sync()` for the last of the micro-batches of a step, and for no other one.",
         )
+    if copies.begun.isdisjoint(parted.names):
+        return (
+            f" of parameters that were added to the model after DistributedDataParallel wrapped it "
+            f"({copies.wrapped_at}): it never reduces their gradients",
+            "Wrap the model after you have built all of it, or again, `model = DistributedDataParallel(net)`, on all "
+            "ranks.",
+        )
     if copies.frozen.issuperset(parted.names):
         return (
             f" of parameters whose `requires_grad` was False when DistributedDataParallel wrapped the model "

@@ -12,7 +12,6 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Factor, Facts, address_of, addresses_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
-from torchstrategy.testing._lints.known import Known
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import CLIPPING, Place, here, is_within
 from torchstrategy.testing._ranks.witnesses import Told
@@ -31,17 +30,12 @@ class ClippedAlone(Lint):
     """Looks for `clip_grad_norm_` before the collective that reduces gradients, with another factor on each rank."""
 
     def __init__(self) -> None:
-        self._flat: dict[int, Known[Factor]] = defaultdict(Known)  # what is put together of them
         self._steps: dict[tuple[int, tuple[int, ...]], dict[int, _Reduced]] = defaultdict(dict)  # by step and ranks
 
     @override
     def operators(self) -> dict[Any, Seen]:
         multiplies = [_aten.mul_.Tensor, _aten._foreach_mul_.Tensor]
-        return {op: self._multiplies for op in multiplies} | {_aten.cat.default: self._puts_together}
-
-    @override
-    def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
-        self._flat.pop(facts.rank, None)
+        return {op: self._multiplies for op in multiplies}
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
@@ -49,7 +43,8 @@ class ClippedAlone(Lint):
         if not clipped or is_of_torch or told.kind not in ("all_reduce", "reduce_scatter"):
             return
         for tensor in told.gives:
-            found = clipped.get(address_of(tensor)) or self._flat[facts.rank].get(tensor)
+            parts = facts.flats.get(tensor) or {address_of(tensor)}
+            found = next((clipped[address] for address in parts if address in clipped), None)
             if found is not None and facts.steps < _MOST_STEPS:
                 reduced = _Reduced(found, here())
                 self._steps[facts.steps, tuple(told.ranks)].setdefault(facts.rank, reduced)
@@ -71,12 +66,6 @@ class ClippedAlone(Lint):
         gradients = facts.addresses.intersection(addresses_of(args[0])) - {0}
         if number is not None and gradients:
             facts.clipped |= dict.fromkeys(gradients, Factor(number, here()))
-
-    def _puts_together(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        clipped = facts.clipped
-        found = [clipped[at] for at in addresses_of(args[0]) if at in clipped] if clipped else []
-        if found:
-            self._flat[facts.rank].put(result, found[0])
 
 
 def _finding(step: int, by_rank: dict[int, _Reduced]) -> Finding | None:

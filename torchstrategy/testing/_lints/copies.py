@@ -120,7 +120,8 @@ class Copies:
         is_wrapped: Whether `DistributedDataParallel` keeps them alike.
         may_differ: Whether nobody said that they are to be alike at the beginning: if they are not, they are no copies.
         is_a_guess: Whether only equal gradients can say that they are copies.
-        frozen: The parameters that had no gradient when they were wrapped.
+        begun: The names of the parameters that were there when they were wrapped.
+        frozen: Those of them that had no gradient then.
         wrapped_at: Where that was.
         reduced_at: Where a collective of the program has reduced their gradients; None if none has.
         named: Finds the tensors of a rank, by name.
@@ -131,6 +132,7 @@ class Copies:
     is_wrapped: bool
     may_differ: bool = False
     is_a_guess: bool = False
+    begun: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
     wrapped_at: Place | None = None
     reduced_at: Place | None = None

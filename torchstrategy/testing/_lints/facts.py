@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy.testing._lints.known import is_plain
+from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.losses import Term
 from torchstrategy.testing._lints.places import Place
 
@@ -85,6 +85,7 @@ class Facts:
         addresses: All of these addresses.
         factors: By what gradients were multiplied since then, by their address.
         clipped: By what `clip_grad_norm_` did so, which is not in `factors`.
+        flats: What the program has put together of gradients, as one tensor: the addresses of these.
         reduced: How gradients were reduced by collectives of the program, by their address.
         reducers: Among whom that was.
         was_awaited: Whether the step has read no gradient that a collective has still to write.
@@ -107,6 +108,7 @@ class Facts:
     addresses: set[int] = field(default_factory=set)
     factors: dict[int, Factor] = field(default_factory=dict)
     clipped: dict[int, Factor] = field(default_factory=dict)
+    flats: Known[set[int]] = field(default_factory=Known)
     reduced: dict[int, str] = field(default_factory=dict)
     reducers: tuple[int, ...] = ()
     was_awaited: bool = True
@@ -118,6 +120,12 @@ class Facts:
         if not self.optimizers:
             there = [leaf() for leaf in self.leaves.values()]
             yield from (leaf for leaf in there if leaf is not None)
+
+    def puts_together(self, flat: torch.Tensor, parts: Sequence[Any]) -> None:
+        """Some tensors are written beside each other: notes those that are gradients."""
+        gradients = self.addresses.intersection(addresses_of(parts)) - {0}
+        if gradients and self.stepping is None:
+            self.flats.put(flat, gradients | (self.flats.get(flat) or set()))
 
     def multiplied(self, gradient: torch.Tensor | None) -> Factor | None:
         """By what a gradient was multiplied since the last `backward`; None of one that was not."""
@@ -141,6 +149,7 @@ class Facts:
         self.called, self.synchronized, self.left_open = set(), set(), set()
         self.gradients, self.addresses = {}, set()
         self.factors, self.clipped = {}, {}
+        self.flats.clear()
         self.reduced, self.reducers = {}, ()
         self.was_awaited = True
 

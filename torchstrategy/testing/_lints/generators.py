@@ -91,7 +91,8 @@ class Generators(Lint):
             found.append(_of_noise(noise, len(self._companions)))
         rows = self._alike(self._rows, _TWICE)
         found += [_of_rows(one, len(self._companions)) for one in rows]
-        if not rows and not self._has_loaders:
+        # With loaders, rows that are alike in all models are those of a loader, which `Rows` and `Streams` name.
+        if not rows and (not self._has_loaders or has_other_inputs):
             found += [_of_inputs(places) for key, places in self._called.items() if self._are_alike(key)]
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ _PASSED = (
 )
 
 
+Numbers = tuple[float, ...]
+
+
 class Term(NamedTuple):
     """One of the terms whose sum is a loss.
 
@@ -32,13 +36,15 @@ class Term(NamedTuple):
         over: Over how many numbers it is a mean; None if it is none, or nobody knows.
         is_mean: Whether it is a mean.
         divisors: The numbers by which it was divided.
+        multipliers: Those by which it was multiplied.
         summed: Over how many numbers it is a sum; None if it is none.
     """
 
     factor: float
     over: float | None
     is_mean: bool
-    divisors: tuple[float, ...]
+    divisors: Numbers = ()
+    multipliers: Numbers = ()
     summed: float | None = None
 
 
@@ -55,33 +61,33 @@ def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
         scale: The scale of mixed precision, which does not count.
     """
     found: list[Term] = []
-    waiting: list[tuple[Any, float, tuple[float, ...]]] = [(loss.grad_fn, 1.0, ())]
+    waiting: list[tuple[Any, Numbers, Numbers]] = [(loss.grad_fn, (), ())]
     for _ in range(_MOST_NODES):
         if not waiting:
             break
-        node, factor, divisors = waiting.pop()
+        node, divisors, multipliers = waiting.pop()
         name = "" if node is None else node.name()
         followers = [] if node is None else [following for following, _ in node.next_functions]
         if name.startswith(_PASSED):
-            waiting.append((followers[0], factor, divisors))
+            waiting.append((followers[0], divisors, multipliers))
         elif name.startswith("NegBackward"):
-            waiting.append((followers[0], -factor, divisors))
+            waiting.append((followers[0], divisors, (*multipliers, -1.0)))
         elif name.startswith(("AddBackward", "SubBackward")):
             # `alpha` multiplies the second one.
-            waiting += [(following, factor, divisors) for following in followers if following is not None]
+            waiting += [(following, divisors, multipliers) for following in followers if following is not None]
         elif name.startswith(("DivBackward", "MulBackward")) and (number := _number_at(node)) is not None:
             following = next(following for following in followers if following is not None)
             is_division = name.startswith("Div")
             if is_division and followers[0] is None:
-                found.append(Term(factor, None, False, divisors))  # a number divided by the loss
+                found.append(_end(None, "", divisors, multipliers))  # a number divided by the loss
             elif not is_division and scale is not None and number == scale:
-                waiting.append((following, factor, divisors))
+                waiting.append((following, divisors, multipliers))
             elif is_division:
-                waiting.append((following, factor / number if number else 0.0, (*divisors, number)))
+                waiting.append((following, (*divisors, number), multipliers))
             else:
-                waiting.append((following, factor * number, divisors))
+                waiting.append((following, divisors, (*multipliers, number)))
         else:
-            found.append(_end(node, name, factor, divisors))
+            found.append(_end(node, name, divisors, multipliers))
     return found
 
 
@@ -123,24 +129,29 @@ def _number_at(node: Any) -> float | None:
     return number_of(value)
 
 
-def _end(node: Any, name: str, factor: float, divisors: tuple[float, ...]) -> Term:
+def _end(node: Any, name: str, divisors: Numbers, multipliers: Numbers) -> Term:
+    """The term that a node begins, the last one that is looked at."""
+    divisor = math.prod(divisors)
+    factor = math.prod(multipliers) / divisor if divisor else 0.0
+    nothing = Term(factor, None, False, divisors, multipliers)
     if name.startswith("MeanBackward"):
-        return Term(factor, _numbers_in(getattr(node, "_saved_self_sym_sizes", None)), True, divisors)
+        return nothing._replace(over=_numbers_in(getattr(node, "_saved_self_sym_sizes", None)), is_mean=True)
     if name.startswith("SumBackward"):
-        return Term(factor, None, False, divisors, _numbers_in(getattr(node, "_saved_self_sym_sizes", None)))
+        return nothing._replace(summed=_numbers_in(getattr(node, "_saved_self_sym_sizes", None)))
     reduction = getattr(node, "_saved_reduction", None)
     if reduction == _SUM:
-        return Term(factor, None, False, divisors, _size_of_target(node))
+        return nothing._replace(summed=_size_of_target(node))
     if reduction != _MEAN:
-        return Term(factor, None, False, divisors)
+        return nothing
+    mean = nothing._replace(is_mean=True)
     try:
         weight, total = getattr(node, "_saved_weight", None), getattr(node, "_saved_total_weight", None)
         target = getattr(node, "_saved_self", None)
-    except RuntimeError:
-        return Term(factor, None, True, divisors)
+    except RuntimeError:  # it is freed
+        return mean
     if name.startswith("NllLoss"):
-        return Term(factor, number_of(total) if weight is None and total is not None else None, True, divisors)
-    return Term(factor, None if target is None else float(target.numel()), True, divisors)
+        return mean._replace(over=number_of(total) if weight is None and total is not None else None)
+    return mean._replace(over=None if target is None else float(target.numel()))
 
 
 def _size_of_target(node: Any) -> float | None:

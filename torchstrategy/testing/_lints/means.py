@@ -145,12 +145,13 @@ class Means(Lint):
         reduced, sums = self._reduced.pop(facts.rank, []), []
         if len(calls) == 1 and reduced and facts.steps < _MOST_STEPS:
             sums = [term for term in calls[0].terms if term.summed is not None and term.divisors]
-        if len(sums) != 1 or factor_of_gradients(facts, calls) != 1:
+        if not sums or factor_of_gradients(facts, calls) != 1:
             return
-        (term,) = sums
-        ranks, is_summed = ranks_of(facts, calls)
+        term, (ranks, is_summed) = sums[0], ranks_of(facts, calls)
         divisor = term.divisors[-1]
-        if ranks > 1 and not is_summed and term.summed is not None and abs(term.factor * divisor - 1) <= 1e-6:
+        # A weight of the term that is the number of ranks may be meant as that.
+        is_divided_alone = len(term.divisors) == 1 and ranks not in term.multipliers
+        if ranks > 1 and not is_summed and term.summed is not None and is_divided_alone:
             total = _Total(divisor, term.summed, calls[0].place, facts.companions(), tuple(reduced))
             self._totals[facts.steps][facts.rank] = total
 
@@ -361,9 +362,9 @@ def _of_all_ranks(by_rank: dict[int, _Total], wrong: int, steps: int) -> Finding
     count = len(by_rank)
     return finding(
         "loss-divided-twice",
-        f"The losses at {in_words(places)} are sums divided by {first.divisor:g}, which is the number of all {count} "
-        f"ranks, and their gradients are averaged over the ranks: they are 1/{count} of those of the mean ({wrong} of "
-        f"{steps} steps).",
+        f"In the losses at {in_words(places)}, a sum is divided by {first.divisor:g}, which is the number of all "
+        f"{count} ranks, and its gradients are averaged over the ranks: they are 1/{count} of those of the mean "
+        f"({wrong} of {steps} steps).",
         "Multiply by the number of ranks, `loss = total * ranks / number_of_all`.",
         places,
     )

@@ -52,6 +52,10 @@ class Pieces(Generic[Fact]):
                 return fact
         return None
 
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Forgets what is known of the numbers of a tensor, and of nothing beside them."""
+        self._overwrite(tensor)
+
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """An operator has run: what it has made of a piece is a piece, and what it has written over is none."""
         if func is _COPY and self.find(args[1]) is None:

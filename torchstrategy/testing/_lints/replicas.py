@@ -63,7 +63,9 @@ class Replicas(Lint):
         copies = self._copies.setdefault(model.key, Copies(model.key, model.ranks, True))
         copies.named[facts.rank] = _finder(model.model)
         members = _members_of(model.model)
-        copies.frozen = frozenset(name for name, member in _parameters(members).items() if not member.requires_grad)
+        parameters = _parameters(members)
+        copies.begun = frozenset(parameters)
+        copies.frozen = frozenset(name for name, member in parameters.items() if not member.requires_grad)
         copies.wrapped_at = here()
         for parameter in members.values():
             self._owners[facts.rank, id(parameter)] = weakref.ref(parameter), copies
@@ -227,6 +229,8 @@ class Replicas(Lint):
                 found[id(copies)] = copies
         wrapped = [copies for copies in found.values() if copies.is_wrapped]
         for position, parameter in alone if facts.size > 1 else []:
+            if any(self._has_got(facts, copies, parameter) for copies in wrapped):
+                continue
             if wrapped:
                 key: tuple[Any, ...] = ("beside", wrapped[0].key, position)
                 copies = self._single(facts, parameter, key, wrapped[0].ranks, may_differ=True)
@@ -235,6 +239,13 @@ class Replicas(Lint):
                 copies = self._single(facts, parameter, key, range(facts.size), is_a_guess=True)
             found[id(copies)] = copies
         return [copies for copies in found.values() if not copies.is_over]
+
+    def _has_got(self, facts: Facts, copies: Copies, parameter: torch.Tensor) -> bool:
+        """Whether a parameter came into a model after it was wrapped."""
+        is_there = any(member is parameter for member in copies.named[facts.rank]().values())
+        if is_there:
+            self._owners[facts.rank, id(parameter)] = weakref.ref(parameter), copies
+        return is_there
 
     def _number(self, facts: Facts, optimizer: torch.optim.Optimizer) -> int:
         """Which of the optimizers of a rank it is, in the order of their first steps."""

@@ -6,6 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -18,14 +19,19 @@ from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import is_subset
 
-_MOST_EPOCHS, _MOST_ROWS, _ENOUGH = 3, 2_000_000, 8
+_MOST_EPOCHS, _MOST_ROWS, _ENOUGH, _ENOUGH_BATCHES = 3, 2_000_000, 8, 4
+_OF_TORCH = (DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler)
 
 
 @final
 @dataclass
 class _Epoch:
-    """One pass over a loader: its rows, as numbers in the data set below all subsets of one rank."""
+    """One pass over a loader: its rows, as numbers in the data set below all subsets of one rank.
 
+    `number` is what `set_epoch` has told its sampler last, as far as that can be seen.
+    """
+
+    number: Any = None
     rows: list[int] = field(default_factory=list)
     is_complete: bool = False
     is_training: bool = False
@@ -39,6 +45,7 @@ class _Loader:
     Attributes:
         place: Where it is read.
         sampler: What chooses its rows.
+        is_of_batches: Whether that is no `loader.sampler`, since the loader was given a batch sampler.
         subset: The rows of its data set in the one below; None if it is no subset.
         size: How many rows the data set has.
         below: How many rows the data set below a subset has.
@@ -50,6 +57,7 @@ class _Loader:
 
     place: Place
     sampler: Any
+    is_of_batches: bool
     subset: list[int] | None
     size: int
     below: int
@@ -86,14 +94,14 @@ class Rows(Lint):
             of_rank[loader] = self._known(facts.rank, loader) or _described(loader)
             if of_rank[loader] not in self._in_order[facts.rank]:
                 self._in_order[facts.rank].append(of_rank[loader])
-        of_rank[loader].epochs.append(_Epoch())
+        of_rank[loader].epochs.append(_Epoch(getattr(_sampler_of(loader), "epoch", None)))
 
     def _known(self, rank: int, loader: Any) -> _Loader | None:
         """What is known of an earlier loader in the place of this one: some programs make one for each epoch."""
         place = here()
         for known in self._in_order[rank]:
             if known.place == place and known.dataset() is loader.dataset:
-                known.sampler = loader.sampler
+                known.sampler = _sampler_of(loader)
                 return known
         return None
 
@@ -148,14 +156,12 @@ class Rows(Lint):
 
 
 def _described(loader: Any) -> _Loader:
-    dataset, sampler = loader.dataset, loader.sampler
-    batches = loader.batch_sampler
+    dataset, sampler, batches = loader.dataset, _sampler_of(loader), loader.batch_sampler
     subset = None
     if is_subset(dataset):
         subset = [int(row) for row in dataset.indices]
     batch = getattr(batches, "batch_size", None) or 1
     leaves_out = bool(getattr(batches, "drop_last", False) or getattr(sampler, "drop_last", False))
-    is_plain = batches is None or type(batches) is torch.utils.data.BatchSampler
     try:
         there: Callable[[], Any] = weakref.ref(dataset)
     except TypeError:  # a list, say
@@ -164,8 +170,17 @@ def _described(loader: Any) -> _Loader:
         size = len(dataset)
         below = len(dataset.dataset) if subset is not None else size
     except (TypeError, AttributeError, NotImplementedError):
-        return _Loader(here(), sampler, None, 0, 0, 1, True, there, is_readable=False)
-    return _Loader(here(), sampler if is_plain else batches, subset, size, below, batch, leaves_out, there)
+        return _Loader(here(), sampler, False, None, 0, 0, 1, True, there, is_readable=False)
+    is_of_batches = getattr(batches, "sampler", loader.sampler) is not loader.sampler or sampler is batches
+    return _Loader(here(), sampler, is_of_batches, subset, size, below, batch, leaves_out, there)
+
+
+def _sampler_of(loader: Any) -> Any:
+    """What chooses the rows of a loader: `loader.sampler` is another one if a batch sampler was given."""
+    batches = loader.batch_sampler
+    if batches is None:
+        return loader.sampler
+    return batches.sampler if type(batches) is torch.utils.data.BatchSampler else batches
 
 
 def _nothing() -> None:
@@ -180,26 +195,38 @@ def _is_shuffled(sampler: Any) -> bool:
     return isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False))
 
 
-def _shuffling(sampler: Any) -> Any:
+def _shuffling(sampler: Any, epochs: list[_Epoch]) -> Any:
     """What shuffles the rows: a sampler, or one that a batch sampler of the program's own has; None if nothing does."""
     if _is_shuffled(sampler):
         return sampler
     held = getattr(sampler, "__dict__", {}).values()
-    return next((one for one in held if isinstance(one, DistributedSampler) and one.shuffle), None)
+    shuffled = next((one for one in held if isinstance(one, DistributedSampler) and one.shuffle), None)
+    if shuffled is not None:
+        return shuffled
+    is_own = hasattr(sampler, "set_epoch") and not hasattr(sampler, "shuffle")
+    if not is_own or epochs[0].number != epochs[1].number:
+        return None
+    # Nothing but the rows says whether a sampler of the program's own shuffles.
+    rows = epochs[0].rows
+    steps = {later - earlier for earlier, later in pairwise(rows)}
+    return sampler if len(steps) > _ENOUGH else None
 
 
 def _same_order(loader: _Loader) -> Finding | None:
-    epochs, sampler = loader.training(), _shuffling(loader.sampler)
-    if sampler is None or len(epochs) < 2:
+    epochs = loader.training()
+    if len(epochs) < 2:
         return None
     first, second = epochs[0].rows, epochs[1].rows
+    sampler = _shuffling(loader.sampler, epochs)
+    if sampler is None:
+        return None
     count = min(len(first), len(second))
     if count < _ENOUGH or first[:count] != second[:count]:
         return None
     write = "Seed its generator once, before the first epoch."
     if hasattr(sampler, "set_epoch"):
         write = "Call `sampler.set_epoch(epoch)` at the beginning of each epoch."
-        if sampler is not loader.sampler:
+        if loader.is_of_batches:
             write += " It is that of the batch sampler: `loader.sampler` is another one."
     kind = type(sampler).__name__
     return finding(
@@ -218,10 +245,21 @@ def _shared(loaders: dict[int, _Loader]) -> list[Finding | None]:
         mine, theirs = loaders[ranks[0]].training(), loaders[rank].training()
         for epoch, other in list(zip(mine, theirs, strict=False))[:1]:
             count = min(len(epoch.rows), len(other.rows))
-            both = set(epoch.rows[:count]) & set(other.rows[:count])
-            if len(both) > _allowed(loaders[rank], len(ranks), epoch.rows[:count] == other.rows[:count]):
+            some, others = epoch.rows[:count], other.rows[:count]
+            both = set(some) & set(others)
+            is_much = len(both) > _allowed(loaders[rank], len(ranks), some == others)
+            if is_much or _are_drawn_apart(loaders[rank], some, both):
                 return [_shared_finding(loaders, ranks[0], rank, len(both), count)]
     return []
+
+
+def _are_drawn_apart(loader: _Loader, rows: list[int], both: set[int]) -> bool:
+    """Whether most batches of a rank have a row that another rank has: what fills up the last ones is in few."""
+    is_of_torch = isinstance(loader.sampler, _OF_TORCH)
+    if is_of_torch or not both or len(set(rows)) < len(rows):  # rows that come twice are drawn with replacement
+        return False
+    batches = [rows[at : at + loader.batch] for at in range(0, len(rows), loader.batch)]
+    return len(batches) >= _ENOUGH_BATCHES and 2 * sum(not both.isdisjoint(one) for one in batches) > len(batches)
 
 
 def _allowed(loader: _Loader, ranks: int, is_equal: bool) -> int:
@@ -231,7 +269,7 @@ def _allowed(loader: _Loader, ranks: int, is_equal: bool) -> int:
         return 1
     if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
         return loader.below
-    if isinstance(sampler, (DistributedSampler, RandomSampler, SequentialSampler)):
+    if isinstance(sampler, _OF_TORCH):
         return ranks - 1
     return loader.batch * ranks
 
@@ -249,6 +287,11 @@ def _shared_finding(loaders: dict[int, _Loader], first: int, second: int, both: 
             [place],
         )
     write = "Give the loader `sampler=DistributedSampler(dataset)`, and it no `shuffle=True`."
+    if not isinstance(sampler, _OF_TORCH):
+        write = (
+            f"Let {type(sampler).__name__} draw one order for all ranks, from a generator with a seed of the epoch "
+            "alone, and take a part of it for each rank."
+        )
     if isinstance(sampler, DistributedSampler):
         is_same_rank = getattr(sampler, "rank", 0) == getattr(other.sampler, "rank", 1)
         write = (

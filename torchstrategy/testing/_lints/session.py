@@ -23,6 +23,7 @@ from torchstrategy.testing._lints.divided import Divided
 from torchstrategy.testing._lints.divided_rows import DividedRows
 from torchstrategy.testing._lints.dropped import Dropped
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
+from torchstrategy.testing._lints.fed_rows import FedRows
 from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import number_of
@@ -43,6 +44,7 @@ from torchstrategy.testing._lints.messages import Messages
 from torchstrategy.testing._lints.metrics import Metrics
 from torchstrategy.testing._lints.modes import Modes
 from torchstrategy.testing._lints.moved_moments import MovedMoments
+from torchstrategy.testing._lints.noise import Noise
 from torchstrategy.testing._lints.one_sided import OneSided
 from torchstrategy.testing._lints.opponents import Opponents
 from torchstrategy.testing._lints.orphans import Orphans
@@ -80,6 +82,7 @@ from torchstrategy.testing._ranks.lines import is_called_by_a_library
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay
 
 _MOST_BACKWARDS = 1000  # without a step
+_PUTTING = (torch.ops.aten.cat.default, torch.ops.aten.copy_.default)
 
 
 # Those that nobody else has to know.
@@ -128,6 +131,13 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     ShardedApart,
     MovedMoments,
     Messages,
+    Gathered,
+    Zeroed,
+    Modes,
+    Dropped,
+    OneSided,
+    Noise,
+    FedRows,
 )
 
 
@@ -142,15 +152,13 @@ class Session:
     def __init__(self, size: int) -> None:
         self._size = size
         self._facts: dict[int, Facts] = {}
-        frozen, checkpoints, gathered, zeroed, modes = FrozenNorms(), Checkpoints(), Gathered(), Zeroed(), Modes()
         self._waits, self._files = Waits(), Files()
-        replicas = Replicas()
-        unlike = UnlikeModels(replicas.have_parted)
-        self._followers: list[Follower] = [gathered, zeroed, modes, self._waits, unlike, Dropped(), OneSided()]
-        of_others = [frozen, FewStatistics(frozen.has_found), *self._followers, self._files]
-        of_others += [checkpoints, Resumes(checkpoints), RepeatedEpochs(checkpoints)]
+        frozen, checkpoints, replicas = FrozenNorms(), Checkpoints(), Replicas()
+        of_others: list[Lint] = [frozen, FewStatistics(frozen.has_found), UnlikeModels(replicas.have_parted)]
+        of_others += [checkpoints, Resumes(checkpoints), RepeatedEpochs(checkpoints), self._waits, self._files]
         self._lints: list[Lint] = [replicas, *(make() for make in _LINTS), *of_others]
-        self._seen: dict[Any, list[Seen]] = defaultdict(list)
+        self._followers = [lint for lint in self._lints if isinstance(lint, Follower)]
+        self._seen: dict[Any, list[Seen]] = defaultdict(list, {operator: [_puts_together] for operator in _PUTTING})
         for lint in self._lints:
             for operator, seen in lint.operators().items():
                 self._seen[operator].append(seen)
@@ -217,6 +225,9 @@ class Session:
             for tensor in told.gives:
                 if (address := address_of(tensor)) in facts.addresses:
                     facts.reduced[address] = told.detail
+                    facts.reducers = tuple(told.ranks)
+                elif parts := facts.flats.get(tensor):
+                    facts.reduced |= dict.fromkeys(parts, told.detail)
                     facts.reducers = tuple(told.ranks)
         for lint in self._lints:
             lint.told(facts, told, is_of_torch)
@@ -357,6 +368,12 @@ class Session:
         """The rows of a batch are drawn."""
         for lint in self._lints:
             lint.drew(self.facts(rank), loader, rows)
+
+
+def _puts_together(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    """Tensors are put together in a new one, or one of them is written into a larger one."""
+    if facts.addresses:
+        facts.puts_together(result, args[0] if isinstance(args[0], (list, tuple)) else args[1:2])
 
 
 def _gradients(facts: Facts) -> dict[int, tuple[int, int]]:

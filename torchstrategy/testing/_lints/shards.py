@@ -14,12 +14,19 @@ from torchstrategy.testing._lints.facts import Facts, address_of, addresses_of, 
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of, numbers_of
 from torchstrategy.testing._lints.known import is_plain
-from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.lint import Follower, Seen
+from torchstrategy.testing._lints.pieces import Pieces
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import part_of
 from torchstrategy.testing._ranks.witnesses import Told
 
 _MOST_STEPS, _CLOSE = 1000, 1e-3
+_ENOUGH, _MOST_FOLLOWED = 2, 8  # steps
+_WRITE = (
+    "Add the squares of the norms of all parts, `dist.all_reduce(squared)`, before you take the root, or clip with "
+    "`torch.nn.utils.clip_grad_norm_`, which knows of parts."
+)
+_COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of their operators
 _aten = torch.ops.aten
 
 
@@ -33,16 +40,19 @@ class _Factor:
 
 
 @final
-class Shards(Lint):
+class Shards(Follower):
     """Notes by what each rank multiplies its parts of gradients between `backward` and the step.
 
     Parts are those of `DTensor`, and what the program itself gets from `reduce_scatter`, if it is a gradient in a step.
+    In the first steps, it follows what is computed from parts, until a collective adds it up.
     """
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[int, _Factor | None]] = defaultdict(dict)  # by rank and address
         self._scattered: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)  # by rank and address: among whom
         self._steps: dict[tuple[Any, ...], dict[int, _Factor]] = defaultdict(dict)
+        self._pieces: dict[int, Pieces[bool]] = {}
+        self._own: dict[Place, dict[int, dict[int, float | None]]] = defaultdict(dict)  # by step and rank
 
     @override
     def operators(self) -> dict[Any, Seen]:
@@ -59,18 +69,32 @@ class Shards(Lint):
                 part = part_of(parameter.grad)
                 if part is not None and (address := address_of(part)):
                     self._parts[facts.rank][address] = None
+                    if facts.steps < _MOST_FOLLOWED:
+                        self._pieces.setdefault(facts.rank, Pieces()).add(part, True)
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
+        if facts.rank in self._pieces:
+            for tensor in told.gives:
+                self._pieces[facts.rank].drop(tensor)
         # Of several tensors, each may be a whole gradient, for the rank that owns the parameter.
         memory = {one.untyped_storage().data_ptr() for one in told.gives if is_plain(one)}
         if told.kind == "reduce_scatter" and len(memory) == 1 and not is_of_torch and facts.stepping is None:
-            for address in set(map(address_of, told.gets)) - {0}:
-                self._scattered[facts.rank][address] = tuple(told.ranks)
-                self._parts[facts.rank][address] = None
+            for tensor in told.gets:
+                if address := address_of(tensor):
+                    self._scattered[facts.rank][address] = tuple(told.ranks)
+                    self._parts[facts.rank][address] = None
+                    if facts.steps < _MOST_FOLLOWED:
+                        self._pieces.setdefault(facts.rank, Pieces()).add(tensor, True)
+
+    @override
+    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        if facts.stepping is None and func.namespace not in _COLLECTIVES:
+            self._pieces[facts.rank].follow(func, args, kwargs, result)
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        self._pieces.pop(facts.rank, None)
         parts = self._parts.get(facts.rank)
         if parts and facts.steps < _MOST_STEPS and any(parts.values()):
             for position, parameter in enumerate(parameters_of(optimizer)):
@@ -95,7 +119,12 @@ class Shards(Lint):
             if max(numbers.values()) - min(numbers.values()) > _CLOSE * size:
                 places = list(dict.fromkeys(factor.place for factor in factors.values()))
                 found.setdefault(tuple(places), (key[0] + 1, numbers, places))
-        return [_finding(*one) for one in found.values()]
+        own: list[Finding | None] = []
+        for place, by_step in self._own.items():
+            step, numbers_of_own = next(iter(by_step.items()))
+            if len(by_step) >= _ENOUGH and not any(place in places for places in found):
+                own.append(_finding_of_own(step, numbers_of_own, place))
+        return [_finding(*one) for one in found.values()] + own
 
     def _part_of(self, facts: Facts, parameter: torch.Tensor) -> tuple[torch.Tensor | None, tuple[int, ...]]:
         """The part of a gradient that this rank has, and the ranks that have the others."""
@@ -123,6 +152,10 @@ class Shards(Lint):
         if number is not None and is_division:
             number = 1 / number if number else None
         place = here()
+        pieces = self._pieces.get(facts.rank)
+        is_own = isinstance(args[1], torch.Tensor) and args[1].numel() == 1
+        if pieces is not None and is_own and pieces.find(args[1]):
+            self._own[place].setdefault(facts.steps + 1, {})[facts.rank] = number
         for address in addresses:
             before = parts[address]
             earlier = 1.0 if before is None else before.number
@@ -136,7 +169,17 @@ def _finding(step: int, numbers: dict[int, float], places: list[Place]) -> Findi
         "shards-scaled-apart",
         f"In step {step}, ranks multiply their parts of the same gradients at {in_words(places)} by numbers that "
         f"differ: {shown}.",
-        "Add the squares of the norms of all parts, `dist.all_reduce(squared)`, before you take the root, or clip with "
-        "`torch.nn.utils.clip_grad_norm_`, which knows of parts.",
+        _WRITE,
         places,
+    )
+
+
+def _finding_of_own(step: int, numbers: dict[int, float | None], place: Place) -> Finding | None:
+    shown = ", ".join(f"{number:.4g} on rank {rank}" for rank, number in sorted(numbers.items())[:2] if number)
+    return finding(
+        "shards-scaled-apart",
+        f"In step {step}, ranks multiply their parts of gradients at {place} by a number that each rank computes from "
+        f"its own parts alone{f': {shown}' if shown else ''}. No collective adds anything up between.",
+        _WRITE,
+        [place],
     )

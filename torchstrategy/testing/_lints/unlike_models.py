@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from torchstrategy.testing._lints.batch_norm import BATCH_NORMS
-from torchstrategy.testing._lints.facts import Facts, Model, tensors_in
+from torchstrategy.testing._lints.facts import Facts, Model, parameters_of, tensors_in
 from torchstrategy.testing._lints.findings import Finding, finding, named_ranks
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.known import Known
@@ -66,7 +67,7 @@ class _Difference(NamedTuple):
 
 @final
 class UnlikeModels(Follower):
-    """Compares the models of `DistributedDataParallel`, and untrained copies of their parts, where all ranks call them.
+    """Compares the models that ranks train together, and untrained copies of their parts, where all ranks call them.
 
     That is a mistake if ranks call them with other rows, and their results come together: in a collective, or in the
     loss of the model that they train together. Each of these has right programs without the other: ranks may evaluate
@@ -79,6 +80,7 @@ class UnlikeModels(Follower):
         self._have_parted = have_parted
         self._pieces: dict[int, Known[_Look]] = {}  # by rank, what is computed from what a copy has returned
         self._modules: dict[int, CalledModules] = defaultdict(CalledModules)
+        self._optimizers: dict[int, weakref.WeakSet[torch.optim.Optimizer]] = defaultdict(weakref.WeakSet)
         self._loads: dict[int, Known[list[int]]] = defaultdict(Known)  # by rank and parameter: after how many steps
         self._open: dict[int, list[_Look]] = defaultdict(list)  # by rank, since the last `backward`
         self._waiting: dict[Hashable, dict[int, _Look]] = defaultdict(dict)
@@ -91,6 +93,15 @@ class UnlikeModels(Follower):
     @override
     def made(self, facts: Facts, model: Model) -> None:
         self._modules[facts.rank].add(model)
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        if facts.models or not facts.reducers or optimizer in self._optimizers[facts.rank]:
+            return
+        self._optimizers[facts.rank].add(optimizer)
+        first = next((one for one in parameters_of(optimizer) if one.grad is not None), None)
+        if first is not None:
+            self._modules[facts.rank].add_owner(first, facts.reducers)
 
     @override
     def restored(self, facts: Facts, module: nn.Module, state: dict[str, Any], misfits: Any) -> None:
@@ -131,10 +142,18 @@ class UnlikeModels(Follower):
         for kept in self._apart.values():
             for looks in kept:
                 places = _places_of_a_mistake(looks)
-                if places and not self._have_parted(next(iter(looks.values())).called.trained.model.key):
+                if places and not self._is_named(looks):
                     found.setdefault(tuple(places), _finding(looks, places))
                     break
         return list(found.values())
+
+    def _is_named(self, looks: dict[int, _Look]) -> bool:
+        """Whether another lint names what differs: weights that are trained."""
+        trained = next(iter(looks.values())).called.trained
+        if trained.is_wrapped:
+            return self._have_parted(trained.key)
+        difference = _difference(looks)
+        return difference is None or not all(_is_statistic(name) for name in difference.names)
 
     def _calls(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         modules = self._modules.get(facts.rank)
@@ -174,11 +193,11 @@ class UnlikeModels(Follower):
         pieces = self._pieces.setdefault(facts.rank, Known())
         for made in tensors_in((result,)):
             pieces.put(made, look)
-        model = called.trained.model
-        key = model.key, called.part, called.number, way, facts.steps
+        trained = called.trained
+        key = trained.key, called.part, called.number, way, facts.steps
         there = self._waiting[key]
         there[facts.rank] = look
-        if len(there) == len(model.ranks):
+        if len(there) == len(trained.ranks):
             del self._waiting[key]
             kept = self._apart[key[:4]]
             if len(kept) < _MOST_KEPT and _have_other_rows(there) and _difference(there) is not None:
@@ -200,6 +219,10 @@ def _parameter_of(tensor: Any) -> nn.Parameter | None:
         return tensor
     base = tensor._base if isinstance(tensor, torch.Tensor) else None
     return base if isinstance(base, nn.Parameter) else None
+
+
+def _is_statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 def _have_other_rows(looks: dict[int, _Look]) -> bool:
@@ -249,7 +272,7 @@ def _finding(looks: dict[int, _Look], places: list[Place]) -> Finding | None:
     called = first.called
     names, (one, other), (mine, theirs) = difference
     if called.part is None:
-        what = "the model that DistributedDataParallel has wrapped"
+        what = "the model that DistributedDataParallel has wrapped" if called.trained.is_wrapped else "a trained model"
     else:
         what = f"a copy of {called.part!r} of the trained model" if called.part else "a copy of the trained model"
     how = "their results come together" if first.used_at is None else "the loss is made of what it returns"
@@ -266,9 +289,11 @@ def _finding(looks: dict[int, _Look], places: list[Place]) -> Finding | None:
 def _mend(looks: dict[int, _Look], names: list[str]) -> str:
     first = looks[min(looks)]
     if first.called.part is None:
-        if names[0].rpartition(".")[2] in ("running_mean", "running_var"):
+        if _is_statistic(names[0]):
+            is_wrapped = first.called.trained.is_wrapped
+            why = "The wrapper was told not to broadcast buffers" if is_wrapped else "No collective reduces buffers"
             return (
-                "The wrapper was told not to broadcast buffers, and each rank has the statistics of its own rows. "
+                f"{why}, and each rank has the statistics of its own rows. "
                 "Give all ranks the same ones before you evaluate, `for b in model.buffers(): dist.broadcast(b, 0)`, "
                 "or their mean."
             )

@@ -30,20 +30,26 @@ Signature = tuple[tuple[str, tuple[int, ...]], ...]
 @final
 @dataclass(eq=False)
 class Trained:
-    """A model of `DistributedDataParallel` on one rank.
+    """A model that ranks train together, on one rank.
 
     Attributes:
-        model: It, and who has copies.
+        key: The same for its copies in all ranks.
+        ranks: Who has copies.
+        is_wrapped: Whether `DistributedDataParallel` has it; if not, the program reduces its gradients.
+        has_own_buffers: Whether nobody gives the others the buffers of one rank.
         parts: The names of its parts, by the names and shapes of their parameters.
         begun: What its parameters were after it was wrapped.
         ignored: The names of what it leaves alone.
         copies: How many copies of each part have been called.
     """
 
-    model: Model
-    parts: dict[Signature, str]
-    begun: Prints
-    ignored: set[str]
+    key: tuple[Any, ...]
+    ranks: tuple[int, ...]
+    is_wrapped: bool
+    has_own_buffers: bool
+    parts: dict[Signature, str] = field(default_factory=dict)
+    begun: Prints = field(default_factory=dict)
+    ignored: set[str] = field(default_factory=set)
     copies: Counter[str] = field(default_factory=Counter)
 
 
@@ -84,9 +90,8 @@ class Called:
         if module is None:
             return {}
         compared = dict(self._parameters(module))
-        wrapped = self.trained.model.model()
-        if self.part is None and wrapped is not None and not wrapped.broadcast_buffers:
-            # The others get those of rank 0 at their next call through the wrapper.
+        if self.part is None and self.trained.has_own_buffers:
+            # If not, the others get those of rank 0 at their next call through the wrapper.
             compared |= _statistics(module)
         return {name: fingerprint(tensor) for name, tensor in compared.items() if name not in self.trained.ignored}
 
@@ -125,9 +130,19 @@ class CalledModules:
             if sum(len(shape) > 1 for _, shape in signature) >= _FEWEST_MATRICES:
                 parts.setdefault(signature, name)
         begun = {name: fingerprint(one) for name, one in wrapped.module.named_parameters()}
-        trained = Trained(model, parts, begun, ignored_names(wrapped))
+        has_own_buffers = not wrapped.broadcast_buffers
+        trained = Trained(model.key, model.ranks, True, has_own_buffers, parts, begun, ignored_names(wrapped))
         self._trained.append(trained)
         self._note(wrapped.module, trained, None)
+
+    def add_owner(self, parameter: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        """Adds the largest module that has a parameter, whose gradient the program reduces itself."""
+        owner = max(_owners_of(parameter), key=_number_of_parameters, default=None)
+        if owner is not None and len(ranks) > 1:
+            key = ("reduced", ranks, sum(not trained.is_wrapped for trained in self._trained))
+            trained = Trained(key, ranks, False, True)
+            self._trained.append(trained)
+            self._note(owner, trained, None)
 
     def of(self, parameter: nn.Parameter) -> Called | None:
         """The module that has a parameter; None if it is neither of the two kinds."""
@@ -144,9 +159,9 @@ class CalledModules:
         if self._searches >= _MOST_SEARCHES:
             return nothing
         self._searches += 1
-        owners = [one for one in living_modules() if any(own is parameter for own in one.parameters())]
+        owners = _owners_of(parameter)
         is_averaged = any(isinstance(one, AveragedModel) for one in owners)
-        owners.sort(key=lambda one: sum(1 for _ in one.parameters()), reverse=True)
+        owners.sort(key=_number_of_parameters, reverse=True)
         for owner in owners:
             for trained in self._trained:
                 part = trained.parts.get(_signature(owner))
@@ -168,6 +183,14 @@ class CalledModules:
         for _, parameter in named:
             self._known.put(parameter, called)
         return called
+
+
+def _owners_of(parameter: torch.Tensor) -> list[nn.Module]:
+    return [one for one in living_modules() if any(own is parameter for own in one.parameters())]
+
+
+def _number_of_parameters(module: nn.Module) -> int:
+    return sum(1 for _ in module.parameters())
 
 
 def _signature(module: nn.Module) -> Signature:

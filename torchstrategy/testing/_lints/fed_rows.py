@@ -1,0 +1,139 @@
+"""Rows that a program cuts into batches itself, and that two ranks have in common."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts, Model
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
+from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.places import Place, here
+from torchstrategy.testing._lints.torch_internals import without_modes
+from torchstrategy.testing._simulation.program import unwatched
+
+_MOST_ROWS, _SAMPLED = 20_000, 64
+_FEWEST_NUMBERS = 4  # of a row: shorter ones, as labels, are alike by chance
+_FEWEST_COMMON, _SHARE = 16, 0.05
+_aten = torch.ops.aten
+
+
+class _Feed(NamedTuple):
+    """Where a program brings rows to its device, or to its model: which of the tensors of a step."""
+
+    place: Place
+    number: int
+
+
+@final
+class FedRows(Lint):
+    """Compares the rows that ranks bring to their devices or models in each step, where no loader has numbers of them.
+
+    A rank that draws an order of rows of its own has none of them twice, and has some in common with other ranks. A
+    rank that draws single rows at random has some twice before that.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[int, dict[_Feed, list[int]]] = defaultdict(dict)  # by rank, since its last step
+        self._counts: dict[int, Counter[Place]] = defaultdict(Counter)
+        self._usual: dict[int, Counter[Place]] = {}  # of the first step
+        self._rows: dict[_Feed, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self._companions: tuple[int, ...] = ()
+        self._has_numbers = False
+
+    @override
+    def operators(self) -> dict[Any, Seen]:
+        return {_aten._to_copy.default: self._copies}
+
+    @override
+    def opened(self, facts: Facts, loader: Any) -> None:
+        self._has_numbers = True  # `Rows` knows which rows they are
+
+    @override
+    def calls(self, facts: Facts, model: Model, args: Sequence[Any]) -> None:
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and not tensor.requires_grad:
+                self._feeds(facts, tensor)
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        counts, since = self._counts.pop(facts.rank, Counter()), self._since.pop(facts.rank, {})
+        companions = facts.companions()
+        has_reduced_all = bool(facts.called) or all(address in facts.reduced for address in facts.addresses)
+        if len(companions) < 2 or not has_reduced_all:
+            return
+        self._companions = companions
+        usual = self._usual.setdefault(facts.rank, counts)
+        for feed, rows in since.items():
+            known = self._rows[feed][facts.rank]
+            # If there were more, some were for an evaluation.
+            if counts[feed.place] == usual[feed.place] and len(known) < _MOST_ROWS:
+                known += rows
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        if self._has_numbers:
+            return []
+        found: dict[Place, Finding | None] = {}
+        for feed, by_rank in self._rows.items():
+            ranks = [rank for rank in self._companions if rank in by_rank]
+            for rank in ranks[1:]:
+                mine, theirs = by_rank[ranks[0]], by_rank[rank]
+                count = min(_without_repeats(mine), _without_repeats(theirs))
+                common = len(set(mine[:count]) & set(theirs[:count]))
+                are_alike = mine[:count] == theirs[:count]  # `Generators` names that
+                if common >= max(_FEWEST_COMMON, _SHARE * count) and not are_alike and feed.place not in found:
+                    found[feed.place] = _finding(feed.place, (ranks[0], rank), count, common)
+        return list(found.values())
+
+    def _copies(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        if facts.size > 1 and args[0].device.type == "cpu" and result.device != args[0].device:
+            self._feeds(facts, args[0])
+
+    def _feeds(self, facts: Facts, tensor: torch.Tensor) -> None:
+        if self._has_numbers or tensor.dim() < 2 or len(tensor) < 2 or facts.stepping is not None:
+            return
+        if math.prod(tensor.shape[1:]) < _FEWEST_NUMBERS or not can_be_read(tensor):
+            return
+        place = here()
+        counts = self._counts[facts.rank]
+        feed = _Feed(place, counts[place])
+        counts[place] += 1
+        if len(self._rows[feed][facts.rank]) < _MOST_ROWS:
+            self._since[facts.rank][feed] = _hashes(tensor)
+
+
+def _hashes(tensor: torch.Tensor) -> list[int]:
+    """A number for each row, the same for rows of which some numbers are alike."""
+    numbers = numbers_of(tensor)
+    with torch.no_grad(), unwatched(), without_modes():
+        flat = numbers.reshape(len(numbers), -1)
+        some = flat[:, :: max(1, flat.shape[1] // _SAMPLED)].contiguous()
+        return [hash(tuple(row)) for row in some.tolist()]
+
+
+def _without_repeats(rows: Sequence[int]) -> int:
+    """How many rows come before the first one that comes again."""
+    seen: set[int] = set()
+    for row in rows:
+        if row in seen:
+            break
+        seen.add(row)
+    return len(seen)
+
+
+def _finding(place: Place, ranks: tuple[int, int], count: int, common: int) -> Finding | None:
+    return finding(
+        "same-rows",
+        f"Of the first {count} rows that each of ranks {ranks[0]} and {ranks[1]} trains with ({place}), none of them "
+        f"twice, they have {common} in common: each rank draws an order of its own.",
+        "Draw one order for all ranks, from a generator with a seed of the epoch alone, and let each rank take its "
+        "part of that: `order[rank::ranks]`.",
+        [place],
+    )
