@@ -1799,6 +1799,21 @@ def a_schedule_changes_what_a_graph_has_as_a_number(rank: int, is_right: bool) -
         schedule.step()
 
 
+@pair("rate-in-a-graph", has_ranks=False, needs_device=True)
+def a_program_changes_the_decay_of_a_captured_step(rank: int, is_right: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    rows = torch.ones(4, 4, device=DEVICE)
+    for epoch in range(3):
+        if epoch == 0 or is_right:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                fit(model, optimizer, iter([rows]))
+        graph.replay()
+        optimizer.param_groups[0]["weight_decay"] *= 0.5
+
+
 class Noisy(Dataset[torch.Tensor]):
     def __init__(self) -> None:
         self.rows = data().tensors[0]

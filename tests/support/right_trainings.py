@@ -6,7 +6,7 @@ import copy
 import fcntl
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset
 
 from planted import (
     DEVICE,
@@ -37,6 +37,7 @@ from planted import (
     fit,
     fit_and_average,
     fit_and_evaluate,
+    fit_epochs,
     make_model,
     name_of_a_file,
     reducer_of,
@@ -1473,6 +1474,92 @@ def weights_are_scaled_twice(rank: int) -> None:
 @in_ranks
 def weights_shrink_and_get_noise(rank: int) -> None:
     fit_and_average(rank, lambda average, weight: weight.mul_(0.9).add_(torch.ones_like(weight) * 0.1), is_right=False)
+
+
+class Chosen(Sampler[int]):
+    """Gives a rank what a function chooses of the numbers of an epoch."""
+
+    def __init__(self, rows: Callable[[torch.Generator], list[int]]) -> None:
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rows(torch.Generator().manual_seed(self.epoch)))
+
+
+@in_ranks
+def each_row_is_augmented_on_several_ranks(rank: int) -> None:
+    begin()
+
+    def rows(generator: torch.Generator) -> list[int]:
+        order: list[int] = torch.randperm(64, generator=generator).tolist()
+        return order[rank:]
+
+    sampler = Chosen(rows)
+    fit_epochs(DataLoader(data(64), batch_size=4, sampler=sampler), rank, sampler)
+
+
+@in_ranks
+def rows_are_drawn_with_replacement(rank: int) -> None:
+    begin()
+
+    def rows(generator: torch.Generator) -> list[int]:
+        generator.manual_seed(100 * generator.initial_seed() + rank)
+        return torch.randint(64, (64,), generator=generator).tolist()
+
+    sampler = Chosen(rows)
+    fit_epochs(DataLoader(data(64), batch_size=4, sampler=sampler), rank, sampler)
+
+
+@in_ranks
+def a_sampler_fills_up_the_last_batch(rank: int) -> None:
+    begin()
+
+    def rows(generator: torch.Generator) -> list[int]:
+        order = torch.randperm(52, generator=generator).tolist()
+        return [*order, *order[:12]][rank::RANKS]
+
+    sampler = Chosen(rows)
+    fit_epochs(DataLoader(data(52), batch_size=8, sampler=sampler), rank, sampler)
+
+
+@in_ranks
+def each_rank_takes_its_part_of_common_noise(rank: int) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 4).to(DEVICE))
+    optimizer = sgd(model)
+    generator = torch.Generator().manual_seed(0)
+    for rows in rows_of(rank):
+        drawn = torch.randn(RANKS * len(rows), 4, generator=generator)[rank::RANKS].to(DEVICE)
+        optimizer.zero_grad()
+        (model(0.9 * rows + 0.4 * drawn) - drawn).square().mean().backward()
+        optimizer.step()
+
+
+@in_ranks
+def noise_of_one_seed_is_added_to_reduced_gradients(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    generator = torch.Generator().manual_seed(0)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad += 0.01 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
+        optimizer.step()
+
+
+@in_ranks
+def ranks_draw_single_rows_of_all(rank: int) -> None:
+    begin()
+    model, rows = wrapped(make_model()), torch.randn(200, 4)
+    generator = torch.Generator().manual_seed(rank)
+    parts = (rows[torch.randint(len(rows), (16,), generator=generator)].to(DEVICE) for _ in range(12))
+    fit(model, sgd(model), parts)
 
 
 @alone

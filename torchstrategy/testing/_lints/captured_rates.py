@@ -1,4 +1,4 @@
-"""Learning rates that are numbers while a CUDA graph captures a step, and other numbers when the graph runs again."""
+"""Rates that are numbers while a CUDA graph captures a step, and other numbers when the graph runs again."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here
 
 _ENOUGH = 2  # replays
+_NAMES = ("lr", "momentum", "dampening", "weight_decay", "betas", "alpha", "lr_decay")  # what schedules change
+
+
+_Rate = tuple[int, str, int]  # the position of a group, a name in it, and which number of the value
 
 
 @final
@@ -25,17 +29,17 @@ class _Captured:
     Attributes:
         optimizer: Whose step it is.
         place: Where it was captured.
-        rates: The learning rates of its groups then, by position, of those that are numbers.
+        rates: The learning rates, decays and so on of its groups then, of those that are numbers.
         replays: How often the graph has run with other ones.
-        rate: One of them, and what it was in the last of these.
+        rate: The name of one of them, what it was, and what it was in the last of these.
         replayed_at: Where that was.
     """
 
     optimizer: weakref.ref[torch.optim.Optimizer]
     place: Place
-    rates: dict[int, float]
+    rates: dict[_Rate, float]
     replays: int = 0
-    rate: tuple[float, float] = (0.0, 0.0)
+    rate: tuple[str, float, float] = ("lr", 0.0, 0.0)
     replayed_at: Place | None = None
 
 
@@ -69,7 +73,7 @@ class CapturedRates(Lint):
         for captured in self._steps.get(graph, ()):
             optimizer = captured.optimizer()
             now = {} if optimizer is None else _rates_of(optimizer)
-            other = [(rate, now[at]) for at, rate in captured.rates.items() if at in now and now[at] != rate]
+            other = [(at[1], rate, now[at]) for at, rate in captured.rates.items() if at in now and now[at] != rate]
             if other:
                 captured.replays += 1
                 captured.rate, captured.replayed_at = other[0], here()
@@ -83,8 +87,8 @@ class CapturedRates(Lint):
         return list(found.values())
 
 
-def _rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
-    """The learning rates of groups that are numbers, by position. The kernels of a graph read those in tensors."""
+def _rates_of(optimizer: torch.optim.Optimizer) -> dict[_Rate, float]:
+    """The settings of groups that are numbers. The kernels of a graph read those in tensors."""
     if not has_step_of_torch(optimizer):
         return {}  # it may write them into a tensor before a graph runs
     trained = {
@@ -92,18 +96,29 @@ def _rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
         for at, group in enumerate(optimizer.param_groups)
         if any(parameter.grad is not None or parameter.requires_grad for parameter in group["params"])
     }
-    rates = {at: group.get("lr") for at, group in trained.items()}
-    return {at: float(rate) for at, rate in rates.items() if isinstance(rate, (int, float))}
+    rates: dict[_Rate, float] = {}
+    for at, group in trained.items():
+        for name, value in group.items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            for which, number in enumerate(numbers if name in _NAMES else ()):
+                if isinstance(number, (int, float)):
+                    rates[at, name, which] = float(number)
+    return rates
 
 
 def _finding(captured: _Captured, replayed_at: Place) -> Finding | None:
-    before, now = captured.rate
+    name, before, now = captured.rate
+    write = (
+        "Make the learning rate a tensor, `lr=torch.tensor(0.01, device=device)` with `capturable=True`: a scheduler "
+        "writes into it, and the graph reads it."
+    )
+    if name != "lr":
+        write = "Capture the graph again after you have changed it, or leave the step out of the graph."
     return finding(
         "rate-in-a-graph",
-        f"A CUDA graph has captured `optimizer.step()` ({captured.place}) with the learning rate {before:g}. It has "
-        f"run {captured.replays} times ({replayed_at}) since the learning rate is another number, {now:g} in the last: "
-        "the graph goes on with the first.",
-        "Make the learning rate a tensor, `lr=torch.tensor(0.01, device=device)` with `capturable=True`: a scheduler "
-        "writes into it, and the graph reads it.",
+        f"A CUDA graph has captured `optimizer.step()` ({captured.place}) with {name}={before:g}. It has run "
+        f"{captured.replays} times ({replayed_at}) since {name} is another number, {now:g} in the last: the graph goes "
+        "on with the first.",
+        write,
         [captured.place, replayed_at],
     )

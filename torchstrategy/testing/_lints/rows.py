@@ -19,7 +19,7 @@ from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import is_subset
 
-_MOST_EPOCHS, _MOST_ROWS, _ENOUGH, _ENOUGH_BATCHES = 3, 2_000_000, 8, 4
+_MOST_EPOCHS, _MOST_ROWS, _ENOUGH, _ENOUGH_BATCHES, _SHARE = 3, 2_000_000, 8, 4, 0.05
 _OF_TORCH = (DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler)
 
 
@@ -247,16 +247,32 @@ def _shared(loaders: dict[int, _Loader]) -> list[Finding | None]:
             count = min(len(epoch.rows), len(other.rows))
             some, others = epoch.rows[:count], other.rows[:count]
             both = set(some) & set(others)
-            is_much = len(both) > _allowed(loaders[rank], len(ranks), some == others)
-            if is_much or _are_drawn_apart(loaders[rank], some, both):
+            if not _is_meant(loaders[rank], some, others) and (
+                len(both) > _allowed(loaders[rank], len(ranks), some == others)
+                or _are_drawn_apart(loaders[rank], some, both)
+            ):
                 return [_shared_finding(loaders, ranks[0], rank, len(both), count)]
     return []
 
 
+def _is_meant(loader: _Loader, rows: list[int], others: list[int]) -> bool:
+    """Whether a sampler of the program's own gives several ranks the same rows on purpose.
+
+    It draws rows with replacement, or gives each row to several ranks at nearly the same time, with other augmentation.
+    """
+    if isinstance(loader.sampler, _OF_TORCH) or rows == others:
+        return False
+    if len(rows) - len(set(rows)) > _SHARE * len(rows):
+        return True
+    at, there = ({row: place for place, row in enumerate(those)} for those in (rows, others))
+    both = at.keys() & there.keys()
+    near = sum(abs(at[row] - there[row]) <= loader.batch for row in both)
+    return len(rows) >= _ENOUGH_BATCHES * loader.batch and near >= (1 - _SHARE) * len(both)
+
+
 def _are_drawn_apart(loader: _Loader, rows: list[int], both: set[int]) -> bool:
     """Whether most batches of a rank have a row that another rank has: what fills up the last ones is in few."""
-    is_of_torch = isinstance(loader.sampler, _OF_TORCH)
-    if is_of_torch or not both or len(set(rows)) < len(rows):  # rows that come twice are drawn with replacement
+    if isinstance(loader.sampler, _OF_TORCH) or not both:
         return False
     batches = [rows[at : at + loader.batch] for at in range(0, len(rows), loader.batch)]
     return len(batches) >= _ENOUGH_BATCHES and 2 * sum(not both.isdisjoint(one) for one in batches) > len(batches)
