@@ -1079,9 +1079,8 @@ def keys_lose_their_gradient(rank: int, is_right: bool) -> None:
         keys = F.normalize(model(rows), dim=1)
         parts = [torch.empty_like(keys) for _ in range(RANKS)]
         dist.all_gather(parts, keys)
-        if is_right:
-            parts[rank] = keys
-        contrast(keys, torch.cat(parts), rank).backward()
+        every = torch.cat(differentiable.all_gather(keys) if is_right else parts)
+        contrast(keys, every, rank).backward()
         optimizer.step()
 
 
@@ -1772,6 +1771,21 @@ class GatheredRows(torch.autograd.Function):
 def a_function_that_gathers_sends_nothing_back(rank: int, is_right: bool) -> None:
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         every = torch.cat(differentiable.all_gather(texts)) if is_right else GatheredRows.apply(texts)
+        targets = torch.arange(len(images), device=DEVICE) + rank * len(images)
+        return F.cross_entropy(images @ every.T * 10, targets)
+
+    contrastive(rank, loss_of)
+
+
+@pair("gradient-not-sent-back")
+def own_rows_are_put_among_those_without_gradients(rank: int, is_right: bool) -> None:
+    """Each rank compares its own rows with those of all: a row lacks what the losses of other ranks say of it."""
+
+    def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(texts) for _ in range(RANKS)]
+        dist.all_gather(parts, texts.detach())
+        parts[rank] = texts
+        every = torch.cat(differentiable.all_gather(texts) if is_right else parts)
         targets = torch.arange(len(images), device=DEVICE) + rank * len(images)
         return F.cross_entropy(images @ every.T * 10, targets)
 

@@ -68,8 +68,8 @@ class Gathered(Follower):
                 "gathered-without-gradient",
                 f"The loss at {backward} is made of what was gathered at {place}, a tensor of {shape} that has a "
                 "gradient and loses it there, also in the part of the rank itself.",
-                "`parts[rank] = tensor` puts the rank's own tensor back into the list; "
-                "`torch.distributed.nn.functional.all_gather(tensor)` has a gradient for the parts of all ranks.",
+                "`torch.distributed.nn.functional.all_gather(tensor)` has a gradient for the parts of all ranks. If "
+                "each rank compares all rows with all rows, it is enough to put its own back: `parts[rank] = tensor`.",
                 [place, backward],
             )
             for place, (shape, backward) in self._found.items()
