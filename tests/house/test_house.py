@@ -121,7 +121,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"constants", "torch_internals"},
         {"known", "modules", "places"},
         {"fingerprints"},
-        {"findings", "losses"},
+        {"contents", "findings", "losses"},
         {"facts"},
         {"copies"},
         {"causes", "multiplied_apart"},

@@ -871,6 +871,27 @@ def micro_batches_are_divided_twice(rank: int, is_right: bool) -> None:
             optimizer.zero_grad()
 
 
+@pair("mean-of-means")
+def shares_of_classes_are_averaged_over_ranks(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, 3).to(DEVICE))
+    optimizer = sgd(model)
+    for _ in range(2):
+        fit(model, optimizer, rows_of(rank))
+        matrix = torch.zeros(3, 3, device=DEVICE)
+        with torch.no_grad():
+            for rows in rows_of(10 + rank, 4, 8):
+                found, wanted = model.module(rows).argmax(1), rows[:, :3].argmax(1)
+                matrix += torch.bincount(3 * wanted + found, minlength=9).view(3, 3)
+        if is_right:
+            dist.all_reduce(matrix)
+        shares = matrix.diag() / (matrix.sum(0) + matrix.sum(1) - matrix.diag()).clamp(min=1)
+        mean = shares.mean()
+        if not is_right:
+            dist.all_reduce(mean)
+            mean /= RANKS
+
+
 @pair("loss-divided-twice")
 def loss_is_divided_by_the_ranks(rank: int, is_right: bool) -> None:
     begin()

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset, TensorDataset
 
 from planted import (
     DEVICE,
@@ -1551,6 +1551,30 @@ def noise_of_one_seed_is_added_to_reduced_gradients(rank: int) -> None:
             assert parameter.grad is not None
             parameter.grad += 0.01 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
         optimizer.step()
+
+
+@in_ranks
+def each_rank_has_data_of_its_own_of_one_size(rank: int) -> None:
+    begin()
+    generator = torch.Generator().manual_seed(rank)
+    mine = TensorDataset(torch.randn(32, 4, generator=generator))
+    fit_epochs(DataLoader(mine, batch_size=4, shuffle=True, generator=generator), rank)
+
+
+@in_ranks
+def the_mean_of_losses_is_shown(rank: int) -> None:
+    """Each rank divides by its own number of tokens, for the eye; the gradients are those of all tokens."""
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank)):
+        mask, tokens = tokens_of_all(step, rank)
+        optimizer.zero_grad()
+        total = (model(rows).square().flatten() * mask).sum()
+        (total * RANKS / tokens).backward()
+        optimizer.step()
+        shown = (total / mask.sum()).detach().clone()
+        dist.all_reduce(shown)
 
 
 @in_ranks

@@ -7,6 +7,7 @@ pieces           memory of which a fact is known, and what is computed from it
 known            what is known of tensors while their memory is there
 fingerprints     what is kept of a tensor
 losses           of what a loss is made
+contents         what a data set holds
 modules          the modules that there are, and what parameters are called in them
 scheduled        schedulers of learning rates, and where they are stepped
 causes           why copies have parted

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Backward, Facts, Model
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.fingerprints import can_be_read, number_of
+from torchstrategy.testing._lints.fingerprints import can_be_read, few_numbers, number_of
 from torchstrategy.testing._lints.known import Known
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.losses import Term
@@ -21,15 +21,20 @@ from torchstrategy.testing._lints.scales import accumulated, factor_of, factor_o
 from torchstrategy.testing._ranks.witnesses import Told
 
 _MOST_NUMBERS, _MOST_STEPS, _MATTERS, _CLOSE = 1000, 10_000, 0.05, 1e-4
+_MOST_CLASSES = 64
 _aten = torch.ops.aten
 Counts = tuple[float | None, ...]
 
 
 class _Mean(NamedTuple):
-    """Something of one number: a mean over so many numbers, or their sum."""
+    """Something of one number: a mean over so many numbers, or their sum.
+
+    That of a training has a gradient. A program that shows the mean of its losses computes no metric with it.
+    """
 
     over: float
     is_mean: bool
+    is_of_training: bool
 
 
 class _Brought(NamedTuple):
@@ -89,7 +94,8 @@ class Means(Lint):
         if is_of_torch or not is_reduced or len(told.ranks) < 2 or len(told.gives) != 1:
             return
         (tensor,) = told.gives
-        if tensor.numel() != 1:
+        mean = self._known[facts.rank].get(tensor)
+        if tensor.numel() != 1 and mean is None:
             return
         number = number_of(tensor) if can_be_read(tensor) and told.detail.startswith("sum") else None
         if number is not None and number.is_integer() and len(self._brought) < _MOST_STEPS:
@@ -97,8 +103,9 @@ class Means(Lint):
             self._reduced[facts.rank].append(told.key)
         if not tensor.is_floating_point():
             return
-        mean = self._known[facts.rank].get(tensor)
         count = mean.over if mean is not None and mean.is_mean else self._count_of_number(facts.rank, tensor)
+        if mean is not None and mean.is_of_training:
+            count = None
         if count is not None and len(self._metrics) < _MOST_STEPS:
             self._metrics[told.key][facts.rank] = _Brought((count,), here(), tuple(told.ranks))
         self._known[facts.rank].drop(tensor)  # it will be of all ranks
@@ -207,18 +214,18 @@ class Means(Lint):
         return cases
 
     def _is_mean(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if result.numel() == 1:
-            self._known[facts.rank].put(result, _Mean(float(args[0].numel()), True))
+        if result.numel() == 1 and not self._is_made_of_shares(facts, args[0], result):
+            self._known[facts.rank].put(result, _Mean(float(args[0].numel()), True, args[0].requires_grad))
 
     def _is_sum(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if result.numel() == 1 and not result.is_complex():
-            self._known[facts.rank].put(result, _Mean(float(args[0].numel()), False))
+        if result.numel() == 1 and not result.is_complex() and not self._is_made_of_shares(facts, args[0], result):
+            self._known[facts.rank].put(result, _Mean(float(args[0].numel()), False, args[0].requires_grad))
 
     def _is_loss_of_classes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         loss, total = result
         count = number_of(total)
         if args[3] == 1 and args[2] is None and count is not None:  # a mean, and all classes weigh the same
-            self._known[facts.rank].put(loss, _Mean(count, True))
+            self._known[facts.rank].put(loss, _Mean(count, True, args[0].requires_grad))
 
     def _is_passed(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         mean = self._known[facts.rank].get(args[0])
@@ -236,6 +243,7 @@ class Means(Lint):
     def _is_divided(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         known = self._known[facts.rank]
         if result.numel() != 1:
+            self._are_shares(facts, args, result)
             return
         mean, by = known.get(args[0]), args[1]
         if mean is None and (facts.size < 2 or result.requires_grad or not _counts_hits(args[0])):
@@ -247,7 +255,28 @@ class Means(Lint):
         if mean is None and (count is None or not _is_share(args[0], count)):
             return
         if count is not None:
-            known.put(result, _Mean(count, True))
+            known.put(result, _Mean(count, True, mean is not None and mean.is_of_training))
+
+    def _are_shares(self, facts: Facts, args: Sequence[Any], result: torch.Tensor) -> None:
+        """Notes shares of several classes, each of its own number, as an intersection over a union."""
+        is_of_classes = 1 < result.numel() <= _MOST_CLASSES and not result.is_complex()
+        if facts.size < 2 or result.requires_grad or not is_of_classes:
+            return
+        numbers = [few_numbers(one) if isinstance(one, torch.Tensor) else None for one in args[:2]]
+        hits, counts = numbers
+        if hits is None or counts is None or len(hits) != len(counts):
+            return
+        pairs = [(float(one), float(of)) for one, of in zip(hits, counts, strict=True)]
+        if all(one.is_integer() and of.is_integer() and 0 <= one <= of for one, of in pairs):
+            self._known[facts.rank].put(result, _Mean(sum(of for _, of in pairs), True, False))
+
+    def _is_made_of_shares(self, facts: Facts, shares: torch.Tensor, result: torch.Tensor) -> bool:
+        """Whether a result is the mean or the sum of such shares, and is known as they are."""
+        mean = self._known[facts.rank].get(shares)
+        if mean is None or not mean.is_mean or shares.numel() == 1:
+            return False
+        self._known[facts.rank].put(result, mean)
+        return True
 
     def _is_changed(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         if isinstance(args[0], torch.Tensor) and self._known[facts.rank].get(args[0]) is not None:
@@ -255,7 +284,7 @@ class Means(Lint):
 
     def _is_read(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         mean, read = self._known[facts.rank].get(args[0]), self._read[facts.rank]
-        if mean is None or len(read) >= _MOST_NUMBERS or not mean.over:
+        if mean is None or mean.is_of_training or len(read) >= _MOST_NUMBERS or not mean.over:
             return
         if mean.is_mean:
             read[_rounded(float(result))] = mean.over

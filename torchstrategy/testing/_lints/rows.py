@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 from typing_extensions import override
 
+from torchstrategy.testing._lints.contents import content_of
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
@@ -52,6 +53,7 @@ class _Loader:
         batch: How many rows a batch has, at most.
         leaves_out: Whether it was told to leave out what does not fill a batch, or all ranks.
         dataset: The data set, while it is there.
+        content: What is kept of what it holds; of a subset, of what the data set below holds.
         companions: The ranks that train the same model with its rows.
     """
 
@@ -64,6 +66,7 @@ class _Loader:
     batch: int
     leaves_out: bool
     dataset: Callable[[], Any]
+    content: int = 0
     companions: tuple[int, ...] = ()
     epochs: list[_Epoch] = field(default_factory=list)
     is_readable: bool = True
@@ -172,7 +175,8 @@ def _described(loader: Any) -> _Loader:
     except (TypeError, AttributeError, NotImplementedError):
         return _Loader(here(), sampler, False, None, 0, 0, 1, True, there, is_readable=False)
     is_of_batches = getattr(batches, "sampler", loader.sampler) is not loader.sampler or sampler is batches
-    return _Loader(here(), sampler, is_of_batches, subset, size, below, batch, leaves_out, there)
+    content = content_of(dataset.dataset if subset is not None else dataset)
+    return _Loader(here(), sampler, is_of_batches, subset, size, below, batch, leaves_out, there, content)
 
 
 def _sampler_of(loader: Any) -> Any:
@@ -188,7 +192,8 @@ def _nothing() -> None:
 
 
 def _belong_together(loader: _Loader, other: _Loader) -> bool:
-    return loader.place == other.place and loader.below == other.below and other.is_readable
+    has_same_rows = loader.below == other.below and loader.content == other.content
+    return loader.place == other.place and has_same_rows and other.is_readable
 
 
 def _is_shuffled(sampler: Any) -> bool:
