@@ -125,7 +125,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"facts"},
         {"copies"},
         {"causes", "multiplied_apart"},
-        {"lint", "pieces", "tracks"},
+        {"lint", "orders", "pieces", "tracks"},
         {"scheduled"},
         {
             "aliases",

@@ -618,10 +618,10 @@ def set_epoch_of_an_own_sampler_is_missing(rank: int, is_right: bool) -> None:
 
 @pair("same-rows")
 def an_own_sampler_has_a_seed_of_the_rank(rank: int, is_right: bool) -> None:
-    """There are fewer rows in common than those with which a sampler may fill up the batches of all ranks."""
+    """A half of the rows of a rank are on the other one: so it is with parts that know nothing of each other."""
     begin()
-    sampler = OwnSampler(rank, seed=0 if is_right else rank)
-    fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler)
+    sampler = OwnSampler(rank, rows=128, seed=0 if is_right else rank)
+    fit_epochs(DataLoader(data(128), batch_size=8, sampler=sampler), rank, sampler, lr=1e-4)
 
 
 @pair("same-rows", needs_device=True)

@@ -1562,6 +1562,122 @@ def each_rank_has_data_of_its_own_of_one_size(rank: int) -> None:
 
 
 @in_ranks
+def a_part_of_the_inputs_is_alike(rank: int) -> None:
+    """All ranks look at their own rows at the same points, which are drawn in each step."""
+    begin()
+
+    class AtPoints(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.of_rows, self.of_points = nn.Linear(4, 8), nn.Linear(2, 8)
+
+        def forward(self, points: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.of_rows(rows) @ self.of_points(points).T
+            return found
+
+    model, grid = wrapped(AtPoints().to(DEVICE)), torch.rand(40, 2)
+    optimizer, generator = sgd(model), torch.Generator().manual_seed(0)
+    for rows in rows_of(rank, 5):
+        points = grid[torch.randperm(40, generator=generator)[:16]]
+        optimizer.zero_grad()
+        model(points.to(DEVICE), rows).square().mean().backward()
+        optimizer.step()
+
+
+@in_ranks
+def the_last_batches_of_one_order_are_filled_up(rank: int) -> None:
+    begin()
+    rows, batch = torch.randn(150, 4), 8 * RANKS
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    order = torch.cat([order, order[: -len(order) % (4 * batch)]])
+    parts = [part.chunk(RANKS)[rank] for part in order.split(batch)]
+    model = wrapped(make_model())
+    fit(model, sgd(model), (rows[part].to(DEVICE) for part in parts))
+
+
+@in_ranks
+def an_order_is_fixed_on_purpose(rank: int) -> None:
+    begin()
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(3))[rank::RANKS].tolist()
+    sampler = Chosen(lambda generator: order)
+    fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler, lr=1e-4)
+
+
+@in_ranks
+def one_mask_of_gradients_is_drawn_on_all_ranks(rank: int) -> None:
+    begin()
+    model = make_model()
+    optimizer, generator = sgd(model), torch.Generator().manual_seed(0)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad += 0.1 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= RANKS
+        optimizer.step()
+
+
+@in_ranks
+def a_term_of_the_weights_is_divided_by_all_rows(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for step, rows in enumerate(rows_of(rank)):
+        mask, tokens = tokens_of_all(step, rank)
+        optimizer.zero_grad()
+        of_rows = (model(rows).square().flatten() * mask).sum() * RANKS / tokens
+        (of_rows + model.module[0].weight.square().sum() / tokens).backward()
+        optimizer.step()
+
+
+@in_ranks
+def layers_are_normalized_by_the_ranks_that_own_them(rank: int) -> None:
+    begin()
+    layers = [nn.Linear(4, 4, bias=False).to(DEVICE) for _ in range(RANKS)]
+    model, own = nn.Sequential(*layers), layers[rank].weight
+    optimizer = sgd(nn.ParameterList([own]))
+    for rows in rows_of(rank):
+        model.zero_grad()
+        model(rows).square().mean().backward()
+        whole = torch.empty_like(own)
+        gradients = [layer.weight.grad for layer in layers if layer.weight.grad is not None]
+        dist.reduce_scatter_tensor(whole, torch.cat(gradients))
+        own.grad = whole / whole.norm()
+        optimizer.step()
+        every = torch.empty(4 * RANKS, 4, device=DEVICE)
+        dist.all_gather_into_tensor(every, own.detach())
+        for layer, weight in zip(layers, every.chunk(RANKS), strict=True):
+            layer.weight.data.copy_(weight)
+
+
+@in_ranks
+def an_output_goes_to_a_stage_and_to_a_watcher(rank: int) -> None:
+    begin()
+    torch.manual_seed(rank)
+    stage = nn.Linear(4, 6).to(DEVICE) if rank == 0 else nn.Linear(6, 1).to(DEVICE)
+    optimizer = sgd(stage)
+    for rows in rows_of(0, 4):
+        optimizer.zero_grad()
+        if rank == 0:
+            output = stage(rows)
+            for _ in range(2):  # the second one is for statistics
+                dist.send(output.detach(), 1)
+            gradient = torch.empty_like(output)
+            dist.recv(gradient, 1)
+            output.backward(gradient)
+        else:
+            given, watched = (torch.empty(len(rows), 6, device=DEVICE) for _ in range(2))
+            dist.recv(given, 0)
+            dist.recv(watched, 0)
+            stage(given.requires_grad_()).square().mean().backward()
+            assert given.grad is not None
+            dist.send(given.grad, 0)
+        optimizer.step()
+
+
+@in_ranks
 def the_mean_of_losses_is_shown(rank: int) -> None:
     """Each rank divides by its own number of tokens, for the eye; the gradients are those of all tokens."""
     begin()
@@ -1598,6 +1714,24 @@ def an_average_shares_a_layer() -> None:
         with torch.no_grad():
             for mine, its in zip(average.parameters(), model.parameters(), strict=True):
                 mine.lerp_(its, 0.1)
+
+
+@alone
+def gradients_of_other_scales_are_set_to_zero() -> None:
+    """The loss of the maker goes through the judge, whose gradients of it nobody uses."""
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(4, 4).to(DEVICE), make_model()
+    of_maker, of_judge = sgd(maker, 1e-3), sgd(judge, 1e-3)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=3)
+    for rows in rows_of(0, 6):
+        of_judge.zero_grad()
+        scaler.scale(F.softplus(judge(maker(rows).detach())).mean()).backward()
+        scaler.step(of_judge)
+        scaler.update()
+        of_maker.zero_grad()
+        scaler.scale(F.softplus(-judge(maker(rows))).mean()).backward()
+        scaler.step(of_maker)
+        scaler.update()
 
 
 @alone

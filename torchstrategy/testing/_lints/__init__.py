@@ -18,6 +18,7 @@ tracks           parameters at the same position of an optimizer in several rank
 copies           copies of tensors that ranks have to keep alike
 replicas         weights that differ between ranks
 rows             rows that several ranks get, or none
+orders           orders of rows, one for all ranks or another one on each
 fed_rows         rows that a program cuts into batches itself, and that ranks have in common
 streams          data sets without numbers of rows (`IterableDataset`) that give all ranks the same rows
 batch_norm       batch norm with the statistics of one rank

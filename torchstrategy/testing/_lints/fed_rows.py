@@ -14,13 +14,16 @@ from torchstrategy.testing._lints.facts import Facts, Model
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
 from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.orders import are_of_other_orders, without_repeats
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.program import unwatched
 
 _MOST_ROWS, _SAMPLED = 20_000, 64
+_MOST_OF_A_STEP = 4096  # larger tensors are no batches
+_MOST_HASHED = 3 * _MOST_ROWS  # also those that are in no step
 _FEWEST_NUMBERS = 4  # of a row: shorter ones, as labels, are alike by chance
-_FEWEST_COMMON, _SHARE = 16, 0.05
+_FEWEST_STEPS = 4  # before a row comes again: rows of one step may be drawn together
 _aten = torch.ops.aten
 
 
@@ -35,8 +38,7 @@ class _Feed(NamedTuple):
 class FedRows(Lint):
     """Compares the rows that ranks bring to their devices or models in each step, where no loader has numbers of them.
 
-    A rank that draws an order of rows of its own has none of them twice, and has some in common with other ranks. A
-    rank that draws single rows at random has some twice before that.
+    Each rank has to take its part of one order of all rows.
     """
 
     def __init__(self) -> None:
@@ -44,6 +46,8 @@ class FedRows(Lint):
         self._counts: dict[int, Counter[Place]] = defaultdict(Counter)
         self._usual: dict[int, Counter[Place]] = {}  # of the first step
         self._rows: dict[_Feed, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self._most: Counter[_Feed] = Counter()  # the most rows that a step brings
+        self._hashed: Counter[int] = Counter()  # rows, by rank
         self._companions: tuple[int, ...] = ()
         self._has_numbers = False
 
@@ -75,6 +79,7 @@ class FedRows(Lint):
             # If there were more, some were for an evaluation.
             if counts[feed.place] == usual[feed.place] and len(known) < _MOST_ROWS:
                 known += rows
+                self._most[feed] = max(self._most[feed], len(rows))
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -85,11 +90,12 @@ class FedRows(Lint):
             ranks = [rank for rank in self._companions if rank in by_rank]
             for rank in ranks[1:]:
                 mine, theirs = by_rank[ranks[0]], by_rank[rank]
-                count = min(_without_repeats(mine), _without_repeats(theirs))
-                common = len(set(mine[:count]) & set(theirs[:count]))
-                are_alike = mine[:count] == theirs[:count]  # `Generators` names that
-                if common >= max(_FEWEST_COMMON, _SHARE * count) and not are_alike and feed.place not in found:
-                    found[feed.place] = _finding(feed.place, (ranks[0], rank), count, common)
+                count = min(without_repeats(mine), without_repeats(theirs))
+                mine, theirs = mine[:count], theirs[:count]
+                # `Generators` names the same rows in the same order.
+                is_wrong = mine != theirs and are_of_other_orders(mine, theirs, len(self._companions))
+                if is_wrong and count >= _FEWEST_STEPS * self._most[feed] and feed.place not in found:
+                    found[feed.place] = _finding(feed.place, (ranks[0], rank), count, len(set(mine) & set(theirs)))
         return list(found.values())
 
     def _copies(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -97,7 +103,9 @@ class FedRows(Lint):
             self._feeds(facts, args[0])
 
     def _feeds(self, facts: Facts, tensor: torch.Tensor) -> None:
-        if self._has_numbers or tensor.dim() < 2 or len(tensor) < 2 or facts.stepping is not None:
+        if self._has_numbers or facts.stepping is not None or tensor.dim() < 2:
+            return
+        if not 2 <= len(tensor) <= _MOST_OF_A_STEP or self._hashed[facts.rank] > _MOST_HASHED:
             return
         if math.prod(tensor.shape[1:]) < _FEWEST_NUMBERS or not can_be_read(tensor):
             return
@@ -106,6 +114,7 @@ class FedRows(Lint):
         feed = _Feed(place, counts[place])
         counts[place] += 1
         if len(self._rows[feed][facts.rank]) < _MOST_ROWS:
+            self._hashed[facts.rank] += len(tensor)
             self._since[facts.rank][feed] = _hashes(tensor)
 
 
@@ -116,16 +125,6 @@ def _hashes(tensor: torch.Tensor) -> list[int]:
         flat = numbers.reshape(len(numbers), -1)
         some = flat[:, :: max(1, flat.shape[1] // _SAMPLED)].contiguous()
         return [hash(tuple(row)) for row in some.tolist()]
-
-
-def _without_repeats(rows: Sequence[int]) -> int:
-    """How many rows come before the first one that comes again."""
-    seen: set[int] = set()
-    for row in rows:
-        if row in seen:
-            break
-        seen.add(row)
-    return len(seen)
 
 
 def _finding(place: Place, ranks: tuple[int, int], count: int, common: int) -> Finding | None:

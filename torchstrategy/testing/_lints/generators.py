@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, Model
+from torchstrategy.testing._lints.facts import Facts, Model, address_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, checksum, numbers_of
 from torchstrategy.testing._lints.known import Known
@@ -56,15 +56,13 @@ class Generators(Lint):
 
     @override
     def calls(self, facts: Facts, model: Model, args: Sequence[Any]) -> None:
-        for tensor in args:
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                return  # what another part of the model has made
-            if isinstance(tensor, torch.Tensor) and can_be_read(tensor):
-                number = self._next(facts.rank, model.key)
-                if number < _MOST:
-                    self._inputs[model.key, number][facts.rank] = checksum(numbers_of(tensor))
-                    self._called[model.key][facts.rank] = here()
-                return
+        given = [one for one in args if isinstance(one, torch.Tensor)]
+        if any(one.requires_grad for one in given):
+            return  # what another part of the model has made
+        readable = [one for one in given if can_be_read(one)]
+        if readable and (number := self._next(facts.rank, model.key)) < _MOST:
+            self._inputs[model.key, number][facts.rank] = hash(tuple(checksum(numbers_of(one)) for one in readable))
+            self._called[model.key][facts.rank] = here()
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
@@ -89,7 +87,8 @@ class Generators(Lint):
             found.append(_of_masks(masks, len(self._companions)))
         if has_other_inputs and (noise := self._alike(self._noise, _TWICE)):
             found.append(_of_noise(noise, len(self._companions)))
-        rows = self._alike(self._rows, _TWICE)
+        # What is alike may be a part of what a model gets, such as points at which all rows are looked at.
+        rows = [] if has_other_inputs else self._alike(self._rows, _TWICE)
         found += [_of_rows(one, len(self._companions)) for one in rows]
         # With loaders, rows that are alike in all models are those of a loader, which `Rows` and `Streams` name.
         if not rows and (not self._has_loaders or has_other_inputs):
@@ -134,6 +133,8 @@ class Generators(Lint):
     def _adds_noise(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         if facts.size < 2 or result.numel() < _ENOUGH or not can_be_read(result):
             return
+        if facts.backwards or address_of(args[0]) in {address_of(one) for one in facts.parameters()} - {0}:
+            return  # noise for gradients and weights has to be alike
         place = here()
         number = self._next(facts.rank, ("noise", place))
         if number < _MOST:

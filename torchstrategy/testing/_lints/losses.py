@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from torchstrategy.testing._lints.fingerprints import number_of
 
 _MOST_NODES, _MOST_NODES_OF_LEAVES = 200, 20_000
+_MOST_NODES_BEFORE = 8
 _MEAN, _SUM = 1, 2  # torch's numbers for reductions
 # What changes no number.
 _PASSED = (
@@ -137,7 +139,8 @@ def _end(node: Any, name: str, divisors: Numbers, multipliers: Numbers) -> Term:
     if name.startswith("MeanBackward"):
         return nothing._replace(over=_numbers_in(getattr(node, "_saved_self_sym_sizes", None)), is_mean=True)
     if name.startswith("SumBackward"):
-        return nothing._replace(summed=_numbers_in(getattr(node, "_saved_self_sym_sizes", None)))
+        summed = _numbers_in(getattr(node, "_saved_self_sym_sizes", None))
+        return nothing._replace(summed=summed, multipliers=(*multipliers, *_multipliers_before(node)))
     reduction = getattr(node, "_saved_reduction", None)
     if reduction == _SUM:
         return nothing._replace(summed=_size_of_target(node))
@@ -152,6 +155,21 @@ def _end(node: Any, name: str, divisors: Numbers, multipliers: Numbers) -> Term:
     if name.startswith("NllLoss"):
         return mean._replace(over=number_of(total) if weight is None and total is not None else None)
     return mean._replace(over=None if target is None else float(target.numel()))
+
+
+def _multipliers_before(node: Any) -> Iterator[float]:
+    """The numbers by which all that is added up was multiplied, right before that. A mask may be between them."""
+    for _ in range(_MOST_NODES_BEFORE):
+        followers = [following for following, _ in node.next_functions if following is not None]
+        if len(followers) != 1:
+            return
+        (node,) = followers
+        is_product = node.name().startswith("MulBackward")
+        number = _number_at(node) if is_product else None
+        if number is not None:
+            yield number
+        elif not is_product and not is_passed(node):
+            return
 
 
 def _size_of_target(node: Any) -> float | None:

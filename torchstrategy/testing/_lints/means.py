@@ -156,6 +156,11 @@ class Means(Lint):
             return
         term, (ranks, is_summed) = sums[0], ranks_of(facts, calls)
         divisor = term.divisors[-1]
+        same = [one for one in sums if one.divisors[-1] == divisor]
+        if any(ranks in one.multipliers for one in same):
+            return  # the others may be of weights, which are alike on all ranks
+        if divisor == ranks or any(one.numel() == term.summed for one in facts.parameters()):
+            return
         # A weight of the term that is the number of ranks may be meant as that.
         is_divided_alone = len(term.divisors) == 1 and ranks not in term.multipliers
         if ranks > 1 and not is_summed and term.summed is not None and is_divided_alone:

@@ -81,9 +81,10 @@ class Messages(Lint):
         for output, gradient in zip(outputs, gradients, strict=False):
             sent = _find(self._sent[facts.rank], output)
             got = _find(self._received[facts.rank], gradient)
-            right = None if got is None else self._outputs.pop(got.number, None)
-            if sent is not None and right is not None and sent.number != right.number:
-                self._times[_Found(here(), sent.place, right.place)] += 1
+            right = self._outputs.pop(got[0].number, None) if got else None
+            # One output may go to several ranks.
+            if sent and right is not None and all(one.number != right.number for one in sent):
+                self._times[_Found(here(), sent[0].place, right.place)] += 1
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -111,13 +112,11 @@ def _keep(messages: deque[_Message], number: int, tensor: torch.Tensor) -> None:
         messages.appendleft(made)
 
 
-def _find(messages: deque[_Message], tensor: Any) -> _Message | None:
-    """The last message in whose memory the numbers of a tensor are."""
+def _find(messages: deque[_Message], tensor: Any) -> list[_Message]:
+    """The messages in whose memory the numbers of a tensor are, the last one first."""
     address = address_of(tensor)
-    for message in messages if address else ():
-        if message.address == address and message.storage() is not None:
-            return message
-    return None
+    there = messages if address else ()
+    return [message for message in there if message.address == address and message.storage() is not None]
 
 
 def _finding(found: _Found, times: int) -> Finding | None:

@@ -18,11 +18,9 @@ from torchstrategy.testing._lints.pieces import Pieces
 from torchstrategy.testing._lints.places import Place, here
 
 _MOST, _MOST_USES, _ENOUGH, _TWICE = 4, 4, 16, 2
+_LONGEST = 1000  # operators
 _aten = torch.ops.aten
-_DRAWING = (
-    *(_aten.randn.default, _aten.randn.generator, _aten.rand.default, _aten.rand.generator),
-    *(_aten.normal_.default, _aten.uniform_.default, _aten.exponential_.default, _aten.normal.float_float),
-)
+_DRAWING = (*(_aten.randn.default, _aten.randn.generator, _aten.normal_.default, _aten.normal.float_float),)
 # What combines numbers one by one.
 _COMBINING = ("add", "sub", "rsub", "mul", "div", "lerp", "addcmul", "addcdiv", "where", "mse_loss", "huber_loss")
 
@@ -46,7 +44,7 @@ class _Use(NamedTuple):
 
 @final
 class Noise(Follower):
-    """Follows what ranks draw in their first steps, until it is put together with a tensor of the same shape.
+    """Follows normal noise that ranks draw before `backward`, until it is put together with a tensor of its shape.
 
     Ranks may draw the same numbers on purpose, as for all rows of all ranks, of which each takes its own: what a rank
     uses differs then. Nor is it a mistake to change weights by the same numbers on all ranks, which are alike.
@@ -57,6 +55,7 @@ class Noise(Follower):
         self._times: Counter[tuple[int, Place]] = Counter()
         self._uses: dict[tuple[Place, int], dict[int, list[_Use]]] = defaultdict(lambda: defaultdict(list))
         self._lengths: dict[Place, int] = {}
+        self._followed: Counter[int] = Counter()  # operators since the last draw, by rank
         self._companions: tuple[int, ...] = ()
 
     @override
@@ -66,6 +65,10 @@ class Noise(Follower):
     @override
     def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         pieces = self._pieces[facts.rank]
+        self._followed[facts.rank] += 1
+        if self._followed[facts.rank] > _LONGEST:
+            del self._pieces[facts.rank]
+            return
         if func.overloadpacket.__name__.rstrip("_") in _COMBINING and isinstance(result, torch.Tensor):
             together = [one for one in tensors_in(args) if one.shape == result.shape and one.numel() >= _ENOUGH]
             found = [pieces.find(one) for one in together]
@@ -99,14 +102,16 @@ class Noise(Follower):
         ]
 
     def _draws(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if facts.size < 2 or facts.stepping is not None or result.numel() < _ENOUGH or isinstance(result, nn.Parameter):
+        # What is drawn after `backward` is for gradients or weights. Single numbers choose how rows are changed.
+        if facts.size < 2 or facts.backwards or facts.stepping is not None or isinstance(result, nn.Parameter):
             return
-        if not can_be_read(result):
+        if result.numel() < _ENOUGH or not can_be_read(result):
             return
         place = here()
         number = self._times[facts.rank, place]
         self._times[facts.rank, place] += 1
         if number < _MOST:
+            self._followed[facts.rank] = 0
             self._lengths.setdefault(place, result.numel())
             self._pieces.setdefault(facts.rank, Pieces()).add(result, _Draw(place, number))
 

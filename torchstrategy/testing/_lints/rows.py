@@ -17,6 +17,7 @@ from torchstrategy.testing._lints.contents import content_of
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.orders import are_of_other_orders, without_repeats
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import is_subset
 
@@ -29,10 +30,10 @@ _OF_TORCH = (DistributedSampler, RandomSampler, SequentialSampler, WeightedRando
 class _Epoch:
     """One pass over a loader: its rows, as numbers in the data set below all subsets of one rank.
 
-    `number` is what `set_epoch` has told its sampler last, as far as that can be seen.
+    `is_told` says whether `set_epoch` of its sampler was called before it, and after the pass before.
     """
 
-    number: Any = None
+    is_told: bool = False
     rows: list[int] = field(default_factory=list)
     is_complete: bool = False
     is_training: bool = False
@@ -89,6 +90,7 @@ class Rows(Lint):
         self._loaders: dict[int, weakref.WeakKeyDictionary[Any, _Loader]] = defaultdict(weakref.WeakKeyDictionary)
         self._in_order: dict[int, list[_Loader]] = defaultdict(list)
         self._last: dict[int, tuple[_Loader, _Epoch]] = {}  # from which a rank has drawn last
+        self._told: dict[int, set[int]] = defaultdict(set)  # the samplers, by id, whose `set_epoch` was called
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
@@ -97,7 +99,9 @@ class Rows(Lint):
             of_rank[loader] = self._known(facts.rank, loader) or _described(loader)
             if of_rank[loader] not in self._in_order[facts.rank]:
                 self._in_order[facts.rank].append(of_rank[loader])
-        of_rank[loader].epochs.append(_Epoch(getattr(_sampler_of(loader), "epoch", None)))
+        told = self._told[facts.rank]
+        of_rank[loader].epochs.append(_Epoch(id(_sampler_of(loader)) in told))
+        told.discard(id(_sampler_of(loader)))
 
     def _known(self, rank: int, loader: Any) -> _Loader | None:
         """What is known of an earlier loader in the place of this one: some programs make one for each epoch."""
@@ -107,6 +111,10 @@ class Rows(Lint):
                 known.sampler = _sampler_of(loader)
                 return known
         return None
+
+    @override
+    def sets_epoch(self, facts: Facts, sampler: Any) -> None:
+        self._told[facts.rank].add(id(sampler))
 
     @override
     def drew(self, facts: Facts, loader: Any, rows: Any) -> None:
@@ -209,7 +217,7 @@ def _shuffling(sampler: Any, epochs: list[_Epoch]) -> Any:
     if shuffled is not None:
         return shuffled
     is_own = hasattr(sampler, "set_epoch") and not hasattr(sampler, "shuffle")
-    if not is_own or epochs[0].number != epochs[1].number:
+    if not is_own or epochs[1].is_told:
         return None
     # Nothing but the rows says whether a sampler of the program's own shuffles.
     rows = epochs[0].rows
@@ -252,35 +260,27 @@ def _shared(loaders: dict[int, _Loader]) -> list[Finding | None]:
             count = min(len(epoch.rows), len(other.rows))
             some, others = epoch.rows[:count], other.rows[:count]
             both = set(some) & set(others)
-            if not _is_meant(loaders[rank], some, others) and (
-                len(both) > _allowed(loaders[rank], len(ranks), some == others)
-                or _are_drawn_apart(loaders[rank], some, both)
-            ):
+            is_wrong = len(both) > _allowed(loaders[rank], len(ranks), some == others)
+            if not isinstance(loaders[rank].sampler, _OF_TORCH) and some != others:
+                is_wrong = _are_drawn_apart(loaders[rank], some, others, len(ranks))
+            if is_wrong:
                 return [_shared_finding(loaders, ranks[0], rank, len(both), count)]
     return []
 
 
-def _is_meant(loader: _Loader, rows: list[int], others: list[int]) -> bool:
-    """Whether a sampler of the program's own gives several ranks the same rows on purpose.
+def _are_drawn_apart(loader: _Loader, rows: list[int], others: list[int], ranks: int) -> bool:
+    """Whether a sampler of the program's own gives ranks parts of orders that they draw apart, or all rows.
 
-    It draws rows with replacement, or gives each row to several ranks at nearly the same time, with other augmentation.
+    It may also give each row to several ranks at nearly the same time, with other augmentation.
     """
-    if isinstance(loader.sampler, _OF_TORCH) or rows == others:
+    if len(rows) < _ENOUGH_BATCHES * loader.batch or without_repeats(rows) < len(rows):
         return False
-    if len(rows) - len(set(rows)) > _SHARE * len(rows):
-        return True
     at, there = ({row: place for place, row in enumerate(those)} for those in (rows, others))
     both = at.keys() & there.keys()
     near = sum(abs(at[row] - there[row]) <= loader.batch for row in both)
-    return len(rows) >= _ENOUGH_BATCHES * loader.batch and near >= (1 - _SHARE) * len(both)
-
-
-def _are_drawn_apart(loader: _Loader, rows: list[int], both: set[int]) -> bool:
-    """Whether most batches of a rank have a row that another rank has: what fills up the last ones is in few."""
-    if isinstance(loader.sampler, _OF_TORCH) or not both:
+    if near >= (1 - _SHARE) * len(both):
         return False
-    batches = [rows[at : at + loader.batch] for at in range(0, len(rows), loader.batch)]
-    return len(batches) >= _ENOUGH_BATCHES and 2 * sum(not both.isdisjoint(one) for one in batches) > len(batches)
+    return len(both) >= loader.size or are_of_other_orders(rows, others, ranks)
 
 
 def _allowed(loader: _Loader, ranks: int, is_equal: bool) -> int:
@@ -290,9 +290,7 @@ def _allowed(loader: _Loader, ranks: int, is_equal: bool) -> int:
         return 1
     if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
         return loader.below
-    if isinstance(sampler, _OF_TORCH):
-        return ranks - 1
-    return loader.batch * ranks
+    return ranks - 1
 
 
 def _shared_finding(loaders: dict[int, _Loader], first: int, second: int, both: int, count: int) -> Finding | None:

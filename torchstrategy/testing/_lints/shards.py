@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, address_of, addresses_of, parameters_of
+from torchstrategy.testing._lints.facts import Facts, address_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of, numbers_of
 from torchstrategy.testing._lints.known import is_plain
@@ -97,11 +97,17 @@ class Shards(Follower):
         self._pieces.pop(facts.rank, None)
         parts = self._parts.get(facts.rank)
         if parts and facts.steps < _MOST_STEPS and any(parts.values()):
+            found: dict[tuple[Any, ...], _Factor | None] = {}
             for position, parameter in enumerate(parameters_of(optimizer)):
                 part, ranks = self._part_of(facts, parameter)
-                factor = parts.get(address_of(part)) if part is not None else None
-                if factor is not None:
-                    self._steps[facts.steps, ranks, tuple(parameter.shape), position][facts.rank] = factor
+                if part is not None and part.numel():
+                    key = facts.steps, ranks, tuple(parameter.shape), position
+                    found[key] = parts.get(address_of(part))
+            # A norm of all parts is one number for all of them. Norms of single rows or layers are others.
+            if len({None if factor is None else factor.number for factor in found.values()}) == 1:
+                for key, factor in found.items():
+                    if factor is not None:
+                        self._steps[key][facts.rank] = factor
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -145,7 +151,8 @@ class Shards(Follower):
         parts = self._parts.get(facts.rank)
         if not parts:
             return
-        addresses = [address for address in addresses_of(args[0]) if address in parts]
+        written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+        addresses = [address for one in written if (address := address_of(one)) in parts]
         if not addresses:
             return
         number = number_of(args[1])

@@ -114,6 +114,8 @@ class UnlikeModels(Follower):
         if is_of_torch or told.kind not in _COLLECTIVES:
             return
         for look in self._open[facts.rank]:
+            if not look.called.trained.is_wrapped and not told.detail.startswith("sum"):
+                continue  # a mean over models that each rank has for rows of its own kind
             if len(look.reduced) < _MOST_KEPT:
                 look.reduced[told.key] = here()
 

@@ -66,6 +66,7 @@ class UnscaledSums(Lint):
     def __init__(self) -> None:
         self._scaled: dict[int, dict[int, _Scaled]] = defaultdict(dict)  # by rank and id of the parameter
         self._untouched: dict[int, dict[int, _Scaled]] = defaultdict(dict)  # of these, when `backward` begins
+        self._mixed: dict[int, dict[int, tuple[_Scaled, _OtherScale]]] = defaultdict(dict)  # of these: with two scales
         self._other_scales: dict[tuple[Place, Place], _OtherScale] = {}
         self._ranks: dict[int, _Rank] = defaultdict(_Rank)
         self._added: dict[_Added, int] = defaultdict(int)
@@ -118,10 +119,11 @@ class UnscaledSums(Lint):
             if id(parameter) not in last.changed or gradient is None:
                 continue
             before = untouched.get(id(parameter))
+            now = scaled[id(parameter)] = _Scaled(address_of(gradient), gradient._version, last.scale, last.place)
+            self._mixed[facts.rank].pop(id(parameter), None)
             if before is not None and before.scale != last.scale:
                 other = _OtherScale(before.scale, last.scale, before.place, last.place)
-                self._other_scales.setdefault((before.place, last.place), other)
-            scaled[id(parameter)] = _Scaled(address_of(gradient), gradient._version, last.scale, last.place)
+                self._mixed[facts.rank][id(parameter)] = now, other
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -141,6 +143,14 @@ class UnscaledSums(Lint):
 
     def _unscales(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         gradients = facts.addresses.intersection(addresses_of(args[0])) - {0}
+        for parameter in facts.parameters() if self._mixed[facts.rank] else ():
+            now, other = self._mixed[facts.rank].get(id(parameter), (None, None))
+            gradient = parameter.grad
+            if now is None or other is None or gradient is None or now.address not in gradients:
+                continue
+            # Nobody has written on it but `unscale_` now: what is set to zero before a step counts nowhere.
+            if address_of(gradient) == now.address and gradient._version <= now.version + 1:
+                self._other_scales.setdefault((other.before_at, other.after_at), other)
         if gradients:
             known = self._ranks[facts.rank]
             known.addresses |= gradients

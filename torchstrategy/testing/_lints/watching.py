@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchstrategy.testing._lints.checkpoints import replaced as replaced_for_checkpoints
 from torchstrategy.testing._lints.files import replaced as replaced_for_files
@@ -62,6 +62,7 @@ class Watch:
         self._here = _Here()
         self._at_the_end: ExitStack | None = None  # of the block
         self._watches_sharding = False
+        self._samplers: set[type] = set()  # whose `set_epoch` is watched
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by their iterators
 
     def findings(self) -> list[Finding]:
@@ -249,6 +250,19 @@ class Watch:
             self._watches_sharding = True
             self._at_the_end.enter_context(replacing([(kind, "__init__", self._sharding(kind.__init__))]))
 
+    def _watch_sampler(self, sampler: Any) -> None:
+        """Watches `set_epoch` of a sampler of the program's own, from its first loader on."""
+        kind = type(sampler)
+        if kind in self._samplers or "set_epoch" not in vars(kind) or self._at_the_end is None:
+            return
+        self._samplers.add(kind)
+        if kind is not DistributedSampler:
+            told = self._before(kind.set_epoch, self._sets_epoch)
+            self._at_the_end.enter_context(replacing([(kind, "set_epoch", told)]))
+
+    def _sets_epoch(self, sampler: Any, *_: Any, **__: Any) -> None:
+        self._tell("saw", "sets_epoch", sampler)
+
     def _sharding(self, make: Method) -> Method:
         @functools.wraps(make)
         def told(own: Any, param: Any, *args: Any, **kwargs: Any) -> None:
@@ -322,6 +336,8 @@ class Watch:
         def told(loader: Any) -> Any:
             if self.session() is None:
                 return iterate(loader)
+            self._watch_sampler(loader.batch_sampler)
+            self._watch_sampler(loader.sampler)
             if not isinstance(loader.dataset, IterableDataset):
                 self._tell("opened", loader)
             before, self._here.opening = self._here.opening, loader
