@@ -35,6 +35,7 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     get_worker_info,
     random_split,
@@ -590,6 +591,13 @@ def set_epoch_is_looked_for_on_a_batch_sampler_of_torch(rank: int, is_right: boo
     loader: Any = DataLoader(data(), batch_sampler=BatchSampler(sampler, batch_size=4, drop_last=True))
     set_on: Any = sampler if is_right else loader.batch_sampler
     fit_epochs(loader, rank, set_on if hasattr(set_on, "set_epoch") else None, lr=1e-4)
+
+
+@pair("same-rows")
+def all_ranks_draw_from_the_same_part(rank: int, is_right: bool) -> None:
+    begin(rank)
+    rows = range(rank, 32, RANKS) if is_right else range(24)
+    fit_epochs(DataLoader(data(), batch_size=4, sampler=SubsetRandomSampler(list(rows))), rank, lr=1e-4)
 
 
 class OwnSampler(Sampler[int]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import io
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, Subset, TensorDataset
 
 from planted import (
     DEVICE,
@@ -1599,8 +1600,34 @@ def the_last_batches_of_one_order_are_filled_up(rank: int) -> None:
 def an_order_is_fixed_on_purpose(rank: int) -> None:
     begin()
     order = torch.randperm(32, generator=torch.Generator().manual_seed(3))[rank::RANKS].tolist()
-    sampler = Chosen(lambda generator: order)
-    fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler, lr=1e-4)
+
+    class Fixed(Chosen):
+        """Inherits `set_epoch`."""
+
+    sampler = Fixed(lambda generator: order)
+    loader: Any = DataLoader(data(), batch_sampler=BatchSampler(sampler, batch_size=4, drop_last=False))
+    fit_epochs(loader, rank, sampler, lr=1e-4)
+
+
+@alone
+def a_sampler_of_its_own_goes_on_after_a_checkpoint() -> None:
+    torch.manual_seed(0)
+    sampler = Chosen(lambda generator: torch.randperm(32, generator=generator).tolist())
+    loader: Any = DataLoader(data(), batch_size=8, sampler=sampler)
+    saved = io.BytesIO()
+    for first_epoch in (0, 2):
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters())
+        if first_epoch:
+            saved.seek(0)
+            state = torch.load(saved)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        for epoch in range(first_epoch, first_epoch + 2):
+            sampler.set_epoch(epoch)
+            for (rows,) in loader:
+                fit(model, optimizer, iter([rows.to(DEVICE)]))
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, saved)
 
 
 @in_ranks
@@ -1644,7 +1671,7 @@ def layers_are_normalized_by_the_ranks_that_own_them(rank: int) -> None:
         whole = torch.empty_like(own)
         gradients = [layer.weight.grad for layer in layers if layer.weight.grad is not None]
         dist.reduce_scatter_tensor(whole, torch.cat(gradients))
-        own.grad = whole / whole.norm()
+        own.grad = whole.div_(whole.norm())
         optimizer.step()
         every = torch.empty(4 * RANKS, 4, device=DEVICE)
         dist.all_gather_into_tensor(every, own.detach())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from typing_extensions import override
@@ -18,7 +18,12 @@ _ENOUGH = 2  # replays
 _NAMES = ("lr", "momentum", "dampening", "weight_decay", "betas", "alpha", "lr_decay")  # what schedules change
 
 
-_Rate = tuple[int, str, int]  # the position of a group, a name in it, and which number of the value
+class _Rate(NamedTuple):
+    """A number in the settings of a group: of several, as `betas` has, which one."""
+
+    group: int
+    name: str
+    which: int
 
 
 @final
@@ -73,7 +78,7 @@ class CapturedRates(Lint):
         for captured in self._steps.get(graph, ()):
             optimizer = captured.optimizer()
             now = {} if optimizer is None else _rates_of(optimizer)
-            other = [(at[1], rate, now[at]) for at, rate in captured.rates.items() if at in now and now[at] != rate]
+            other = [(_name_of(at), rate, now[at]) for at, rate in captured.rates.items() if now.get(at, rate) != rate]
             if other:
                 captured.replays += 1
                 captured.rate, captured.replayed_at = other[0], here()
@@ -99,11 +104,15 @@ def _rates_of(optimizer: torch.optim.Optimizer) -> dict[_Rate, float]:
     rates: dict[_Rate, float] = {}
     for at, group in trained.items():
         for name, value in group.items():
-            numbers = value if isinstance(value, tuple) else (value,)
+            numbers = value if isinstance(value, (tuple, list)) else (value,)
             for which, number in enumerate(numbers if name in _NAMES else ()):
                 if isinstance(number, (int, float)):
-                    rates[at, name, which] = float(number)
+                    rates[_Rate(at, name, which)] = float(number)
     return rates
+
+
+def _name_of(rate: _Rate) -> str:
+    return f"{rate.name}[{rate.which}]" if rate.name == "betas" else rate.name
 
 
 def _finding(captured: _Captured, replayed_at: Place) -> Finding | None:
@@ -116,9 +125,9 @@ def _finding(captured: _Captured, replayed_at: Place) -> Finding | None:
         write = "Capture the graph again after you have changed it, or leave the step out of the graph."
     return finding(
         "rate-in-a-graph",
-        f"A CUDA graph has captured `optimizer.step()` ({captured.place}) with {name}={before:g}. It has run "
-        f"{captured.replays} times ({replayed_at}) since {name} is another number, {now:g} in the last: the graph goes "
-        "on with the first.",
+        f"A CUDA graph has captured `optimizer.step()` ({captured.place}) with {name}={before:g}. It ran "
+        f"{captured.replays} times ({replayed_at}) after {name} was changed, to {now:g} in the last: it still uses "
+        f"{before:g}.",
         write,
         [captured.place, replayed_at],
     )

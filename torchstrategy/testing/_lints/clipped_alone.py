@@ -64,8 +64,13 @@ class ClippedAlone(Lint):
             return
         number = number_of(args[1])
         gradients = facts.addresses.intersection(addresses_of(args[0])) - {0}
-        if number is not None and gradients:
-            facts.clipped |= dict.fromkeys(gradients, Factor(number, here()))
+        if number is None or not gradients:
+            return
+        place = here()
+        for address in gradients:
+            before = facts.clipped.get(address)
+            earlier = 1.0 if before is None or before.number is None else before.number
+            facts.clipped[address] = Factor(earlier * number, place)
 
 
 def _finding(step: int, by_rank: dict[int, _Reduced]) -> Finding | None:

@@ -65,7 +65,7 @@ class Snapshot:
 
 
 def snapshot(facts: Facts, named: Named, with_gradients: bool, way: Way) -> Snapshot:
-    """What a rank has now, where it is now."""
+    """What a rank has at the line where it is now."""
     gradients: Prints = {}
     sparse: dict[str, tuple[int, int]] = {}
     factors: dict[str, Factor] = {}

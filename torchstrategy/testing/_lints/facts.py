@@ -84,7 +84,7 @@ class Facts:
         gradients: Where gradients were after the last `backward`: the address by the id of the parameter.
         addresses: All of these addresses.
         factors: By what gradients were multiplied since then, by their address.
-        clipped: By what `clip_grad_norm_` did so, which is not in `factors`.
+        clipped: By what `clip_grad_norm_` multiplied them, which `factors` leaves out.
         flats: What the program has put together of gradients, as one tensor: the addresses of these.
         reduced: How gradients were reduced by collectives of the program, by their address.
         reducers: Among whom that was.
@@ -122,7 +122,7 @@ class Facts:
             yield from (leaf for leaf in there if leaf is not None)
 
     def puts_together(self, flat: torch.Tensor, parts: Sequence[Any]) -> None:
-        """Some tensors are written beside each other: notes those that are gradients."""
+        """Notes which gradients a tensor has copies of: some parts were written beside each other."""
         gradients = self.addresses.intersection(addresses_of(parts)) - {0}
         if gradients and self.stepping is None:
             self.flats.put(flat, gradients | (self.flats.get(flat) or set()))

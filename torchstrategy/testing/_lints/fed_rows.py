@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, Model
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
+from torchstrategy.testing._lints.fingerprints import has_ordinary_numbers, numbers_of
+from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.orders import are_of_other_orders, without_repeats
 from torchstrategy.testing._lints.places import Place, here
@@ -36,7 +38,7 @@ class _Feed(NamedTuple):
 
 @final
 class FedRows(Lint):
-    """Compares the rows that ranks bring to their devices or models in each step, where no loader has numbers of them.
+    """Compares the rows that ranks bring to their devices or models in each step, if no loader has numbers of them.
 
     Each rank has to take its part of one order of all rows.
     """
@@ -85,7 +87,6 @@ class FedRows(Lint):
     def findings(self) -> list[Finding | None]:
         if self._has_numbers:
             return []
-        found: dict[Place, Finding | None] = {}
         for feed, by_rank in self._rows.items():
             ranks = [rank for rank in self._companions if rank in by_rank]
             for rank in ranks[1:]:
@@ -94,20 +95,23 @@ class FedRows(Lint):
                 mine, theirs = mine[:count], theirs[:count]
                 # `Generators` names the same rows in the same order.
                 is_wrong = mine != theirs and are_of_other_orders(mine, theirs, len(self._companions))
-                if is_wrong and count >= _FEWEST_STEPS * self._most[feed] and feed.place not in found:
-                    found[feed.place] = _finding(feed.place, (ranks[0], rank), count, len(set(mine) & set(theirs)))
-        return list(found.values())
+                if is_wrong and count >= _FEWEST_STEPS * self._most[feed]:
+                    # The same rows may come to the model later: one finding says it.
+                    return [_finding(feed.place, (ranks[0], rank), count, len(set(mine) & set(theirs)))]
+        return []
 
     def _copies(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if facts.size > 1 and args[0].device.type == "cpu" and result.device != args[0].device:
-            self._feeds(facts, args[0])
+        given = args[0]
+        is_weight = isinstance(given, nn.Parameter) or given.requires_grad
+        if facts.size > 1 and not is_weight and given.device.type == "cpu" and result.device != given.device:
+            self._feeds(facts, given)
 
     def _feeds(self, facts: Facts, tensor: torch.Tensor) -> None:
-        if self._has_numbers or facts.stepping is not None or tensor.dim() < 2:
+        if self._has_numbers or facts.stepping is not None or not is_plain(tensor) or tensor.dim() < 2:
             return
         if not 2 <= len(tensor) <= _MOST_OF_A_STEP or self._hashed[facts.rank] > _MOST_HASHED:
             return
-        if math.prod(tensor.shape[1:]) < _FEWEST_NUMBERS or not can_be_read(tensor):
+        if math.prod(tensor.shape[1:]) < _FEWEST_NUMBERS or not has_ordinary_numbers(tensor):
             return
         place = here()
         counts = self._counts[facts.rank]

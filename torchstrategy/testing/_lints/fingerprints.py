@@ -30,7 +30,8 @@ class Fingerprint(NamedTuple):
 
     def divided_by(self, number: float) -> Fingerprint:
         """What is kept of a tensor that became this one when it was multiplied by a number; no checksum."""
-        return self._replace(checksum=0, sample=tuple(one / number for one in self.sample))
+        sample = tuple(one if one is math.nan else one / number for one in self.sample)
+        return self._replace(checksum=0, sample=sample)
 
     def is_close_to(self, other: Fingerprint) -> bool:
         """Whether two tensors differ by rounding only, as far as some of their numbers say."""
@@ -39,6 +40,17 @@ class Fingerprint(NamedTuple):
         size = max((abs(one) for one in (*self.sample, *other.sample) if math.isfinite(one)), default=0.0)
         pairs = zip(self.sample, other.sample, strict=True)
         return all(a is b or a == b or abs(a - b) <= _CLOSE * size for a, b in pairs)
+
+
+_ORDINARY = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
+    | {torch.int8, torch.int16, torch.int32, torch.int64}
+)
+
+
+def has_ordinary_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be read, and its numbers can be taken apart: no complex, quantized or packed ones."""
+    return tensor.dtype in _ORDINARY and can_be_read(tensor)
 
 
 def can_be_read(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 def is_plain(tensor: Any) -> bool:
     """Whether something is a tensor with memory of its own, and not one that stands for others."""
     is_torchs = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return is_torchs and tensor.layout is torch.strided and not tensor.is_meta
+    return is_torchs and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
 @final

@@ -50,7 +50,7 @@ class Lint:
         """`backward` is called."""
 
     def continues(self, facts: Facts, outputs: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
-        """`backward` is called with a gradient for each of several outputs; None of a loss."""
+        """`backward` gets gradients from its caller, one for each output; None for one that needs none."""
 
     def went_back(self, facts: Facts) -> None:
         """`backward` is over."""
@@ -116,7 +116,7 @@ class Lint:
         """An optimizer has given its `state_dict`."""
 
     def sets_epoch(self, facts: Facts, sampler: Any) -> None:
-        """`set_epoch` of a `DistributedSampler` was called."""
+        """`set_epoch` of a sampler was called: of a `DistributedSampler`, or of one of the program's own."""
 
     def hooked(self, facts: Facts, model: Any, place: Place, given: torch.Tensor, future: Any) -> None:
         """A hook of gradients, registered at a place, got some numbers, and has returned a future of what to write."""

@@ -132,7 +132,7 @@ def _number_at(node: Any) -> float | None:
 
 
 def _end(node: Any, name: str, divisors: Numbers, multipliers: Numbers) -> Term:
-    """The term that a node begins, the last one that is looked at."""
+    """The term that ends at a node: a mean, a sum, or what is not looked into."""
     divisor = math.prod(divisors)
     factor = math.prod(multipliers) / divisor if divisor else 0.0
     nothing = Term(factor, None, False, divisors, multipliers)

@@ -27,9 +27,9 @@ Counts = tuple[float | None, ...]
 
 
 class _Mean(NamedTuple):
-    """Something of one number: a mean over so many numbers, or their sum.
+    """A mean over so many numbers, or their sum; or shares of several classes, which have so many together.
 
-    That of a training has a gradient. A program that shows the mean of its losses computes no metric with it.
+    `is_of_training` says that it was made of numbers with gradients: it is a loss, and no metric, if it is shown.
     """
 
     over: float
@@ -154,15 +154,17 @@ class Means(Lint):
             sums = [term for term in calls[0].terms if term.summed is not None and term.divisors]
         if not sums or factor_of_gradients(facts, calls) != 1:
             return
-        term, (ranks, is_summed) = sums[0], ranks_of(facts, calls)
+        ranks, is_summed = ranks_of(facts, calls)
+        # More than one divisor: of the number of micro-batches, say.
+        term = next((one for one in sums if len(one.divisors) == 1), sums[0])
         divisor = term.divisors[-1]
         same = [one for one in sums if one.divisors[-1] == divisor]
         if any(ranks in one.multipliers for one in same):
-            return  # the others may be of weights, which are alike on all ranks
+            return  # the program knows of the mean over ranks: the others may be of weights, alike on all of them
+        # A sum of as many numbers as a parameter has may be one of weights, too.
         if divisor == ranks or any(one.numel() == term.summed for one in facts.parameters()):
             return
-        # A weight of the term that is the number of ranks may be meant as that.
-        is_divided_alone = len(term.divisors) == 1 and ranks not in term.multipliers
+        is_divided_alone = len(term.divisors) == 1
         if ranks > 1 and not is_summed and term.summed is not None and is_divided_alone:
             total = _Total(divisor, term.summed, calls[0].place, facts.companions(), tuple(reduced))
             self._totals[facts.steps][facts.rank] = total
@@ -219,11 +221,11 @@ class Means(Lint):
         return cases
 
     def _is_mean(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if result.numel() == 1 and not self._is_made_of_shares(facts, args[0], result):
+        if result.numel() == 1 and not self._carry_shares(facts, args[0], result):
             self._known[facts.rank].put(result, _Mean(float(args[0].numel()), True, args[0].requires_grad))
 
     def _is_sum(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if result.numel() == 1 and not result.is_complex() and not self._is_made_of_shares(facts, args[0], result):
+        if result.numel() == 1 and not result.is_complex() and not self._carry_shares(facts, args[0], result):
             self._known[facts.rank].put(result, _Mean(float(args[0].numel()), False, args[0].requires_grad))
 
     def _is_loss_of_classes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -251,7 +253,7 @@ class Means(Lint):
             self._are_shares(facts, args, result)
             return
         mean, by = known.get(args[0]), args[1]
-        if mean is None and (facts.size < 2 or result.requires_grad or not _counts_hits(args[0])):
+        if mean is None and (facts.size < 2 or not _counts_hits(args[0])):
             return
         if mean is not None and mean.is_mean:
             known.put(result, mean)
@@ -265,7 +267,8 @@ class Means(Lint):
     def _are_shares(self, facts: Facts, args: Sequence[Any], result: torch.Tensor) -> None:
         """Notes shares of several classes, each of its own number, as an intersection over a union."""
         is_of_classes = 1 < result.numel() <= _MOST_CLASSES and not result.is_complex()
-        if facts.size < 2 or result.requires_grad or not is_of_classes:
+        has_gradient = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+        if facts.size < 2 or has_gradient or not is_of_classes:
             return
         numbers = [few_numbers(one) if isinstance(one, torch.Tensor) else None for one in args[:2]]
         hits, counts = numbers
@@ -275,8 +278,8 @@ class Means(Lint):
         if all(one.is_integer() and of.is_integer() and 0 <= one <= of for one, of in pairs):
             self._known[facts.rank].put(result, _Mean(sum(of for _, of in pairs), True, False))
 
-    def _is_made_of_shares(self, facts: Facts, shares: torch.Tensor, result: torch.Tensor) -> bool:
-        """Whether a result is the mean or the sum of such shares, and is known as they are."""
+    def _carry_shares(self, facts: Facts, shares: torch.Tensor, result: torch.Tensor) -> bool:
+        """Whether a result is the mean or the sum of such shares; notes it as one of them then."""
         mean = self._known[facts.rank].get(shares)
         if mean is None or not mean.is_mean or shares.numel() == 1:
             return False

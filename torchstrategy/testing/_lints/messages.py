@@ -19,6 +19,7 @@ from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._ranks.witnesses import UnderWay
 
 _MOST_KEPT = 64  # outputs of a stage under way
+_MOST_GRADIENTS = 4096
 _ENOUGH = 2  # steps of backward
 
 
@@ -71,6 +72,8 @@ class Messages(Lint):
             output = self._output_of(facts, tensor)
             if output is not None:
                 self._outputs[number] = output
+                if len(self._outputs) > _MOST_GRADIENTS:  # of which the receiver has made no use
+                    del self._outputs[next(iter(self._outputs))]
             else:
                 _keep(self._sent[facts.rank], number, tensor)
         for tensor in under_way.writes:
@@ -93,7 +96,7 @@ class Messages(Lint):
     def _output_of(self, facts: Facts, gradient: torch.Tensor) -> _Message | None:
         """What was received in a tensor with this gradient."""
         address = address_of(gradient)
-        for message in self._received[facts.rank]:
+        for message in self._received[facts.rank] if address else ():
             tensor = message.tensor()
             if tensor is not None and tensor.is_leaf and tensor.grad is not None and address_of(tensor.grad) == address:
                 return message
@@ -127,5 +130,5 @@ def _finding(found: _Found, times: int) -> Finding | None:
         f"received the outputs ({found.received_at}).",
         "Send gradients back in the order in which they are received, or give all messages of a micro-batch a number: "
         "`dist.send(t, dst, tag=m)` and `dist.recv(t, src, tag=m)`.",
-        [found.backward_at],
+        list(dict.fromkeys(found)),
     )

@@ -29,8 +29,9 @@ class MultipliedApart(NamedTuple):
             "gradients-scaled-apart",
             f"Ranks {self.ranks[0]} and {self.ranks[1]} have the same gradients, and multiply them by numbers that "
             f"differ ({in_words(places)}): in step {self.step}, by {numbers}. Their weights differ since then.",
-            "Clip by one norm on all ranks. Where ranks have parts of a model, add up the squares of the norms of all "
-            "parts, `dist.all_reduce(squared)`, and count once what all ranks have.",
+            "Multiply them by the same number on all ranks. To clip where ranks have parts of a model, add up the "
+            "squared norms of all parts with `dist.all_reduce(squared)`, and count a parameter that all ranks have "
+            "only once.",
             places,
         )
 

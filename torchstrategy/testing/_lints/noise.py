@@ -25,7 +25,7 @@ _DRAWING = (*(_aten.randn.default, _aten.randn.generator, _aten.normal_.default,
 _COMBINING = ("add", "sub", "rsub", "mul", "div", "lerp", "addcmul", "addcdiv", "where", "mse_loss", "huber_loss")
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "embedding", "cumsum", "sort")
+_MIXING = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "embedding", "cumsum", "sort")
 
 
 class _Draw(NamedTuple):
@@ -132,9 +132,9 @@ class Noise(Follower):
 
 
 def _keeps_numbers(func: Any, args: Sequence[Any], result: Any) -> bool:
-    """Whether each number of a result is made of one of those that were drawn."""
+    """Whether a result has as many numbers as one of its operands, and none that mixes many."""
     name = func.overloadpacket.__name__
-    if not isinstance(result, torch.Tensor) or name in _PRODUCTS or name.startswith("new_") or name.endswith("_like"):
+    if not isinstance(result, torch.Tensor) or name in _MIXING or name.startswith("new_") or name.endswith("_like"):
         return False
     return name in ("cat", "stack") or any(one.numel() == result.numel() for one in tensors_in(args))
 

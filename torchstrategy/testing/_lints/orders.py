@@ -19,7 +19,7 @@ def without_repeats(rows: Sequence[int]) -> int:
 
 
 def are_of_other_orders(rows: Sequence[int], others: Sequence[int], ranks: int) -> bool:
-    """Whether two ranks took their parts, one for each of some ranks, of orders that they had drawn apart.
+    """Whether two of some ranks took their parts from orders that each had drawn itself.
 
     No row comes twice on a rank, and of the rows of one rank, as many are on the other as parts of all rows have by
     chance: a half of them with two ranks. What fills up batches, a context around rows, or rows that are drawn one by

@@ -39,7 +39,8 @@ class Pieces(Generic[Fact]):
         """Notes a fact of the numbers of a tensor."""
         storage: Any = tensor.untyped_storage()
         start, end = span(tensor)
-        self._pieces.setdefault(storage.data_ptr(), []).append(_Piece(weakref.ref(storage), start, end, fact))
+        there = [piece for piece in self._pieces.get(storage.data_ptr(), ()) if piece.storage() is not None]
+        self._pieces[storage.data_ptr()] = [*there, _Piece(weakref.ref(storage), start, end, fact)]
 
     def find(self, tensor: Any) -> Fact | None:
         """What is known of the numbers of a tensor, or of some of them."""
@@ -52,14 +53,10 @@ class Pieces(Generic[Fact]):
                 return fact
         return None
 
-    def drop(self, tensor: torch.Tensor) -> None:
-        """Forgets what is known of the numbers of a tensor, and of nothing beside them."""
-        self._overwrite(tensor)
-
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """An operator has run: what it has made of a piece is a piece, and what it has written over is none."""
         if func is _COPY and self.find(args[1]) is None:
-            self._overwrite(args[0])
+            self.drop(args[0])
             return
         fact = None
         for tensor in tensors_in((*args, *kwargs.values())):
@@ -71,7 +68,8 @@ class Pieces(Generic[Fact]):
             if is_plain(made) and (made.untyped_storage().data_ptr() not in sources or func is _COPY):
                 self.add(made, fact)
 
-    def _overwrite(self, tensor: torch.Tensor) -> None:
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Forgets what is known of the numbers of a tensor, and of nothing beside them."""
         address = tensor.untyped_storage().data_ptr() if is_plain(tensor) else 0
         if address in self._pieces and tensor.numel():
             start, end = span(tensor)

@@ -70,8 +70,8 @@ class RepeatedEpochs(Lint):
             self._open.pop(facts.rank, None)
 
     @override
-    def sets_epoch(self, facts: Facts, sampler: DistributedSampler[Any]) -> None:
-        if facts.rank in self._resumed and sampler.shuffle:
+    def sets_epoch(self, facts: Facts, sampler: Any) -> None:
+        if facts.rank in self._resumed and isinstance(sampler, DistributedSampler) and sampler.shuffle:
             self._epochs[sampler] = sampler.epoch, here()
 
     @override

@@ -90,18 +90,17 @@ class Rows(Lint):
         self._loaders: dict[int, weakref.WeakKeyDictionary[Any, _Loader]] = defaultdict(weakref.WeakKeyDictionary)
         self._in_order: dict[int, list[_Loader]] = defaultdict(list)
         self._last: dict[int, tuple[_Loader, _Epoch]] = {}  # from which a rank has drawn last
-        self._told: dict[int, set[int]] = defaultdict(set)  # the samplers, by id, whose `set_epoch` was called
+        self._told: dict[int, dict[int, Any]] = defaultdict(dict)  # the samplers, by id, whose `set_epoch` was called
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
         of_rank = self._loaders[facts.rank]
         if loader not in of_rank:
-            of_rank[loader] = self._known(facts.rank, loader) or _described(loader)
+            of_rank[loader] = self._known(facts.rank, loader) or _described(loader, facts.size)
             if of_rank[loader] not in self._in_order[facts.rank]:
                 self._in_order[facts.rank].append(of_rank[loader])
-        told = self._told[facts.rank]
-        of_rank[loader].epochs.append(_Epoch(id(_sampler_of(loader)) in told))
-        told.discard(id(_sampler_of(loader)))
+        told = self._told[facts.rank].pop(id(_sampler_of(loader)), None)
+        of_rank[loader].epochs.append(_Epoch(told is not None))
 
     def _known(self, rank: int, loader: Any) -> _Loader | None:
         """What is known of an earlier loader in the place of this one: some programs make one for each epoch."""
@@ -114,7 +113,7 @@ class Rows(Lint):
 
     @override
     def sets_epoch(self, facts: Facts, sampler: Any) -> None:
-        self._told[facts.rank].add(id(sampler))
+        self._told[facts.rank][id(sampler)] = sampler
 
     @override
     def drew(self, facts: Facts, loader: Any, rows: Any) -> None:
@@ -166,7 +165,7 @@ class Rows(Lint):
         return together
 
 
-def _described(loader: Any) -> _Loader:
+def _described(loader: Any, ranks: int) -> _Loader:
     dataset, sampler, batches = loader.dataset, _sampler_of(loader), loader.batch_sampler
     subset = None
     if is_subset(dataset):
@@ -183,7 +182,7 @@ def _described(loader: Any) -> _Loader:
     except (TypeError, AttributeError, NotImplementedError):
         return _Loader(here(), sampler, False, None, 0, 0, 1, True, there, is_readable=False)
     is_of_batches = getattr(batches, "sampler", loader.sampler) is not loader.sampler or sampler is batches
-    content = content_of(dataset.dataset if subset is not None else dataset)
+    content = content_of(dataset.dataset if subset is not None else dataset) if ranks > 1 else 0
     return _Loader(here(), sampler, is_of_batches, subset, size, below, batch, leaves_out, there, content)
 
 
@@ -200,7 +199,8 @@ def _nothing() -> None:
 
 
 def _belong_together(loader: _Loader, other: _Loader) -> bool:
-    has_same_rows = loader.below == other.below and loader.content == other.content
+    is_shared = loader.dataset() is not None and loader.dataset() is other.dataset()  # ranks are threads here
+    has_same_rows = loader.below == other.below and (is_shared or loader.content == other.content)
     return loader.place == other.place and has_same_rows and other.is_readable
 
 
@@ -209,7 +209,10 @@ def _is_shuffled(sampler: Any) -> bool:
 
 
 def _shuffling(sampler: Any, epochs: list[_Epoch]) -> Any:
-    """What shuffles the rows: a sampler, or one that a batch sampler of the program's own has; None if nothing does."""
+    """What shuffles the rows: a sampler, or one that a batch sampler of the program's own has.
+
+    None if nothing does, or if the program has told a sampler of its own the epoch.
+    """
     if _is_shuffled(sampler):
         return sampler
     held = getattr(sampler, "__dict__", {}).values()
@@ -244,7 +247,7 @@ def _same_order(loader: _Loader) -> Finding | None:
     kind = type(sampler).__name__
     return finding(
         "same-order",
-        f"The loader that is read at {loader.place} is shuffled by a {kind}, and the first {count} rows of the second "
+        f"The loader that is read at {loader.place} is shuffled by `{kind}`, and the first {count} rows of the second "
         f"epoch have the order of the first epoch: {', '.join(map(str, first[:4]))}, ...",
         write,
         [loader.place],
@@ -269,7 +272,7 @@ def _shared(loaders: dict[int, _Loader]) -> list[Finding | None]:
 
 
 def _are_drawn_apart(loader: _Loader, rows: list[int], others: list[int], ranks: int) -> bool:
-    """Whether a sampler of the program's own gives ranks parts of orders that they draw apart, or all rows.
+    """Whether a sampler of the program's own gives ranks parts of orders that they draw apart, or all the same rows.
 
     It may also give each row to several ranks at nearly the same time, with other augmentation.
     """
@@ -280,7 +283,7 @@ def _are_drawn_apart(loader: _Loader, rows: list[int], others: list[int], ranks:
     near = sum(abs(at[row] - there[row]) <= loader.batch for row in both)
     if near >= (1 - _SHARE) * len(both):
         return False
-    return len(both) >= loader.size or are_of_other_orders(rows, others, ranks)
+    return len(both) == len(rows) or are_of_other_orders(rows, others, ranks)
 
 
 def _allowed(loader: _Loader, ranks: int, is_equal: bool) -> int:
@@ -306,7 +309,9 @@ def _shared_finding(loaders: dict[int, _Loader], first: int, second: int, both: 
             [place],
         )
     write = "Give the loader `sampler=DistributedSampler(dataset)`, and it no `shuffle=True`."
-    if not isinstance(sampler, _OF_TORCH):
+    if not isinstance(sampler, _OF_TORCH) and type(sampler).__module__.partition(".")[0] in ("torch", "builtins"):
+        write = "Draw one order on all ranks, and give the loader a part of it, `sampler=order[rank::ranks]`."
+    elif not isinstance(sampler, _OF_TORCH):
         write = (
             f"Let {type(sampler).__name__} draw one order for all ranks, from a generator with a seed of the epoch "
             "alone, and take a part of it for each rank."

@@ -274,7 +274,7 @@ class Session:
     def goes_back(self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool) -> Backward:
         """`backward` is called; returns what `went_back` is given."""
         facts = self.facts(rank)
-        facts.clipped = {}
+        facts.clipped = {}  # what hooks reduce while `backward` runs was not clipped
         for lint in self._lints:
             lint.goes_back(facts, losses)
         if not facts.optimizers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of, numbers_of
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Follower, Seen
+from torchstrategy.testing._lints.modules import living_modules
 from torchstrategy.testing._lints.pieces import Pieces
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import part_of
@@ -33,10 +35,11 @@ _aten = torch.ops.aten
 @final
 @dataclass
 class _Factor:
-    """By what the part of a gradient was multiplied last, and where; None if nobody knows."""
+    """By what the part of a gradient was multiplied since `backward`, and where last; None if nobody knows."""
 
     number: float | None
     place: Place
+    size: int  # of what was multiplied: it may be a block of a part
 
 
 @final
@@ -51,7 +54,9 @@ class Shards(Follower):
         self._parts: dict[int, dict[int, _Factor | None]] = defaultdict(dict)  # by rank and address
         self._scattered: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)  # by rank and address: among whom
         self._steps: dict[tuple[Any, ...], dict[int, _Factor]] = defaultdict(dict)
+        self._whole: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}  # by id
         self._pieces: dict[int, Pieces[bool]] = {}
+        self._is_own: dict[int, set[int]] = defaultdict(set)  # the parts, by rank, that a number of its own multiplies
         self._own: dict[Place, dict[int, dict[int, float | None]]] = defaultdict(dict)  # by step and rank
 
     @override
@@ -98,16 +103,22 @@ class Shards(Follower):
         parts = self._parts.get(facts.rank)
         if parts and facts.steps < _MOST_STEPS and any(parts.values()):
             found: dict[tuple[Any, ...], _Factor | None] = {}
+            own = self._is_own.pop(facts.rank, set())
+            is_own = True
             for position, parameter in enumerate(parameters_of(optimizer)):
                 part, ranks = self._part_of(facts, parameter)
-                if part is not None and part.numel():
+                if part is not None and part.numel() and not (part is parameter.grad and self._is_whole(parameter)):
                     key = facts.steps, ranks, tuple(parameter.shape), position
-                    found[key] = parts.get(address_of(part))
+                    factor = parts.get(address_of(part))
+                    found[key] = None if factor is None or factor.size != part.numel() else factor
+                    is_own = is_own and address_of(part) in own
             # A norm of all parts is one number for all of them. Norms of single rows or layers are others.
             if len({None if factor is None else factor.number for factor in found.values()}) == 1:
                 for key, factor in found.items():
                     if factor is not None:
                         self._steps[key][facts.rank] = factor
+                        if is_own:
+                            self._own[factor.place].setdefault(facts.steps + 1, {})[facts.rank] = factor.number
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -141,6 +152,14 @@ class Shards(Follower):
         ranks = self._scattered[facts.rank].get(address_of(gradient)) if gradient is not None else None
         return (None, ()) if ranks is None else (gradient, ranks)
 
+    def _is_whole(self, parameter: torch.Tensor) -> bool:
+        """Whether a module has a parameter: its rank owns all of it then, and its gradient is no part of a flat one."""
+        there, is_whole = self._whole.get(id(parameter), (None, False))
+        if there is None or there() is not parameter:
+            is_whole = any(own is parameter for module in living_modules() for own in module.parameters(recurse=False))
+            self._whole[id(parameter)] = weakref.ref(parameter), is_whole
+        return is_whole
+
     def _divides(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         self._note(facts, args, is_division=True)
 
@@ -152,7 +171,8 @@ class Shards(Follower):
         if not parts:
             return
         written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-        addresses = [address for one in written if (address := address_of(one)) in parts]
+        sizes = {address: one.numel() for one in written if (address := address_of(one)) in parts}
+        addresses = list(sizes)
         if not addresses:
             return
         number = number_of(args[1])
@@ -160,14 +180,14 @@ class Shards(Follower):
             number = 1 / number if number else None
         place = here()
         pieces = self._pieces.get(facts.rank)
-        is_own = isinstance(args[1], torch.Tensor) and args[1].numel() == 1
-        if pieces is not None and is_own and pieces.find(args[1]):
-            self._own[place].setdefault(facts.steps + 1, {})[facts.rank] = number
+        is_number = isinstance(args[1], torch.Tensor) and args[1].numel() == 1
+        if pieces is not None and is_number and pieces.find(args[1]):
+            self._is_own[facts.rank].update(addresses)
         for address in addresses:
             before = parts[address]
             earlier = 1.0 if before is None else before.number
             product = None if number is None or earlier is None else number * earlier
-            parts[address] = _Factor(product, place)
+            parts[address] = _Factor(product, place, sizes[address])
 
 
 def _finding(step: int, numbers: dict[int, float], places: list[Place]) -> Finding | None:
@@ -186,7 +206,7 @@ def _finding_of_own(step: int, numbers: dict[int, float | None], place: Place) -
     return finding(
         "shards-scaled-apart",
         f"In step {step}, ranks multiply their parts of gradients at {place} by a number that each rank computes from "
-        f"its own parts alone{f': {shown}' if shown else ''}. No collective adds anything up between.",
+        f"its own parts alone{f': {shown}' if shown else ''}. No collective adds these up in between.",
         _WRITE,
         [place],
     )

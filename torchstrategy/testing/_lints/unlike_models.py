@@ -114,8 +114,9 @@ class UnlikeModels(Follower):
         if is_of_torch or told.kind not in _COLLECTIVES:
             return
         for look in self._open[facts.rank]:
-            if not look.called.trained.is_wrapped and not told.detail.startswith("sum"):
-                continue  # a mean over models that each rank has for rows of its own kind
+            is_mean = "reduce" in told.kind and not told.detail.startswith("sum")
+            if is_mean and not look.called.trained.is_wrapped:
+                continue  # of models that each rank has for rows of its own kind
             if len(look.reduced) < _MOST_KEPT:
                 look.reduced[told.key] = here()
 

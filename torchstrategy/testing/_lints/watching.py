@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import Any, final
 
 import torch
@@ -252,12 +253,13 @@ class Watch:
 
     def _watch_sampler(self, sampler: Any) -> None:
         """Watches `set_epoch` of a sampler of the program's own, from its first loader on."""
-        kind = type(sampler)
-        if kind in self._samplers or "set_epoch" not in vars(kind) or self._at_the_end is None:
+        kind = next((one for one in type(sampler).__mro__ if "set_epoch" in vars(one)), None)
+        if kind in (None, DistributedSampler) or kind in self._samplers or self._at_the_end is None:
             return
         self._samplers.add(kind)
-        if kind is not DistributedSampler:
-            told = self._before(kind.set_epoch, self._sets_epoch)
+        method = vars(kind)["set_epoch"]
+        if isinstance(method, FunctionType):
+            told = self._after(method, self._sets_epoch)
             self._at_the_end.enter_context(replacing([(kind, "set_epoch", told)]))
 
     def _sets_epoch(self, sampler: Any, *_: Any, **__: Any) -> None:
@@ -305,7 +307,7 @@ class Watch:
             gradients = _listed(grad_tensors)
             has_gradient = any(one is not None for one in gradients)
             if has_gradient:
-                self._tell("saw", "continues", losses, gradients)
+                self._tell("saw", "continues", _listed(tensors), gradients)
             call = session.goes_back(current_rank(), losses, not keeps and not has_gradient)
             self._here.depth += 1
             try:
@@ -336,8 +338,9 @@ class Watch:
         def told(loader: Any) -> Any:
             if self.session() is None:
                 return iterate(loader)
-            self._watch_sampler(loader.batch_sampler)
-            self._watch_sampler(loader.sampler)
+            batches = loader.batch_sampler
+            for sampler in (batches, getattr(batches, "sampler", None), loader.sampler):
+                self._watch_sampler(sampler)
             if not isinstance(loader.dataset, IterableDataset):
                 self._tell("opened", loader)
             before, self._here.opening = self._here.opening, loader
