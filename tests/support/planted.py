@@ -952,32 +952,39 @@ def tokens_of_all(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return mask, tokens
 
 
-@pair("loss-divided-twice")
-def sum_is_divided_by_the_tokens_of_all_ranks(rank: int, is_right: bool) -> None:
+LossOfTokens = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of the model, the rows, which of them count on this rank, and how many count on all ranks."""
+
+
+def fit_by_tokens(rank: int, loss_of: LossOfTokens) -> None:
     begin()
     model = wrapped(make_model())
     optimizer = sgd(model)
     for step, rows in enumerate(rows_of(rank)):
         mask, tokens = tokens_of_all(step, rank)
         optimizer.zero_grad()
-        total = (model(rows).square().flatten() * mask).sum()
-        (total * RANKS / tokens if is_right else total / tokens).backward()
+        loss_of(model, rows, mask, tokens).backward()
         optimizer.step()
 
 
 @pair("loss-divided-twice")
+def sum_is_divided_by_the_tokens_of_all_ranks(rank: int, is_right: bool) -> None:
+    def loss_of(model: nn.Module, rows: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = (model(rows).square().flatten() * mask).sum()
+        return total * RANKS / tokens if is_right else total / tokens
+
+    fit_by_tokens(rank, loss_of)
+
+
+@pair("loss-divided-twice")
 def one_of_two_terms_is_divided_by_the_boxes_of_all_ranks(rank: int, is_right: bool) -> None:
-    begin()
-    model = wrapped(make_model())
-    optimizer = sgd(model)
-    for step, rows in enumerate(rows_of(rank)):
-        mask, boxes = tokens_of_all(step, rank)
+    def loss_of(model: nn.Module, rows: torch.Tensor, mask: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
         number = (boxes / RANKS if is_right else boxes).clamp(min=1).item()
-        optimizer.zero_grad()
-        outputs = model(rows).flatten()
+        outputs: torch.Tensor = model(rows).flatten()
         of_boxes = F.l1_loss(outputs[mask], rows[mask, 0], reduction="sum") / number
-        (outputs.square().mean() + 5.0 * of_boxes).backward()
-        optimizer.step()
+        return outputs.square().mean() + 5.0 * of_boxes
+
+    fit_by_tokens(rank, loss_of)
 
 
 @pair("loss-not-divided")
@@ -1381,8 +1388,8 @@ def scaled_training(rank: int, is_unscaled: bool, clip: Callable[[nn.Module], An
         scaler.update()
 
 
-@pair("shards-scaled-apart")
-def norm_of_a_part(rank: int, is_right: bool) -> None:
+def scale_by_a_norm(rank: int, is_right: bool, factor_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A training whose gradients, in parts, are multiplied by what a function makes of their norm."""
     begin()
     model = make_model()
     fully_shard(model, mesh=init_device_mesh(DEVICE, (RANKS,)))
@@ -1397,29 +1404,19 @@ def norm_of_a_part(rank: int, is_right: bool) -> None:
             if is_right:
                 dist.all_reduce(squared)
             for part in parts:
-                part.mul_(0.1 / squared.sqrt())
+                part.mul_(factor_of(squared.sqrt()))
         optimizer.step()
+
+
+@pair("shards-scaled-apart")
+def norm_of_a_part(rank: int, is_right: bool) -> None:
+    scale_by_a_norm(rank, is_right, lambda norm: 0.1 / norm)
 
 
 @pair("shards-scaled-apart")
 def norm_of_a_part_is_below_the_limit(rank: int, is_right: bool) -> None:
     """No rank clips, and so all multiply by the same number, 1; the norm of all parts may be above the limit."""
-    begin()
-    model = make_model()
-    fully_shard(model, mesh=init_device_mesh(DEVICE, (RANKS,)))
-    optimizer = sgd(model)
-    for rows in rows_of(rank):
-        optimizer.zero_grad()
-        model(rows).square().mean().backward()
-        gradients: Any = [parameter.grad for parameter in model.parameters()]
-        with torch.no_grad():
-            parts = [gradient.to_local() for gradient in gradients]
-            squared = torch.stack([part.square().sum() for part in parts]).sum()
-            if is_right:
-                dist.all_reduce(squared)
-            for part in parts:
-                part.mul_((1e6 / (squared.sqrt() + 1e-6)).clamp(max=1.0))
-        optimizer.step()
+    scale_by_a_norm(rank, is_right, lambda norm: (1e6 / (norm + 1e-6)).clamp(max=1.0))
 
 
 @pair("shards-scaled-apart")

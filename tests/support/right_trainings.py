@@ -38,6 +38,7 @@ from planted import (
     fit,
     fit_and_average,
     fit_and_evaluate,
+    fit_by_tokens,
     fit_epochs,
     make_model,
     name_of_a_file,
@@ -1490,6 +1491,11 @@ class Chosen(Sampler[int]):
         return iter(self.rows(torch.Generator().manual_seed(self.epoch)))
 
 
+def fit_chosen(rank: int, size: int, batch: int, rows: Callable[[torch.Generator], list[int]]) -> None:
+    sampler = Chosen(rows)
+    fit_epochs(DataLoader(data(size), batch_size=batch, sampler=sampler), rank, sampler)
+
+
 @in_ranks
 def each_row_is_augmented_on_several_ranks(rank: int) -> None:
     begin()
@@ -1498,8 +1504,7 @@ def each_row_is_augmented_on_several_ranks(rank: int) -> None:
         order: list[int] = torch.randperm(64, generator=generator).tolist()
         return order[rank:]
 
-    sampler = Chosen(rows)
-    fit_epochs(DataLoader(data(64), batch_size=4, sampler=sampler), rank, sampler)
+    fit_chosen(rank, 64, 4, rows)
 
 
 @in_ranks
@@ -1510,8 +1515,7 @@ def rows_are_drawn_with_replacement(rank: int) -> None:
         generator.manual_seed(100 * generator.initial_seed() + rank)
         return torch.randint(64, (64,), generator=generator).tolist()
 
-    sampler = Chosen(rows)
-    fit_epochs(DataLoader(data(64), batch_size=4, sampler=sampler), rank, sampler)
+    fit_chosen(rank, 64, 4, rows)
 
 
 @in_ranks
@@ -1522,8 +1526,7 @@ def a_sampler_fills_up_the_last_batch(rank: int) -> None:
         order = torch.randperm(52, generator=generator).tolist()
         return [*order, *order[:12]][rank::RANKS]
 
-    sampler = Chosen(rows)
-    fit_epochs(DataLoader(data(52), batch_size=8, sampler=sampler), rank, sampler)
+    fit_chosen(rank, 52, 8, rows)
 
 
 @in_ranks
@@ -1648,15 +1651,11 @@ def one_mask_of_gradients_is_drawn_on_all_ranks(rank: int) -> None:
 
 @in_ranks
 def a_term_of_the_weights_is_divided_by_all_rows(rank: int) -> None:
-    begin()
-    model = wrapped(make_model())
-    optimizer = sgd(model)
-    for step, rows in enumerate(rows_of(rank)):
-        mask, tokens = tokens_of_all(step, rank)
-        optimizer.zero_grad()
-        of_rows = (model(rows).square().flatten() * mask).sum() * RANKS / tokens
-        (of_rows + model.module[0].weight.square().sum() / tokens).backward()
-        optimizer.step()
+    def loss_of(model: Any, rows: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        of_rows: torch.Tensor = (model(rows).square().flatten() * mask).sum() * RANKS / tokens
+        return of_rows + model.module[0].weight.square().sum() / tokens
+
+    fit_by_tokens(rank, loss_of)
 
 
 @in_ranks
@@ -1707,17 +1706,14 @@ def an_output_goes_to_a_stage_and_to_a_watcher(rank: int) -> None:
 @in_ranks
 def the_mean_of_losses_is_shown(rank: int) -> None:
     """Each rank divides by its own number of tokens, for the eye; the gradients are those of all tokens."""
-    begin()
-    model = wrapped(make_model())
-    optimizer = sgd(model)
-    for step, rows in enumerate(rows_of(rank)):
-        mask, tokens = tokens_of_all(step, rank)
-        optimizer.zero_grad()
-        total = (model(rows).square().flatten() * mask).sum()
-        (total * RANKS / tokens).backward()
-        optimizer.step()
+
+    def loss_of(model: nn.Module, rows: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = (model(rows).square().flatten() * mask).sum()
         shown = (total / mask.sum()).detach().clone()
         dist.all_reduce(shown)
+        return total * RANKS / tokens
+
+    fit_by_tokens(rank, loss_of)
 
 
 @in_ranks
