@@ -149,6 +149,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "kept_states",
             "messages",
             "metrics",
+            "mixed_scales",
             "modes",
             "noise",
             "one_sided",

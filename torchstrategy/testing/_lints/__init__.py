@@ -59,6 +59,7 @@ clipped_alone    gradients that each rank clips before they are reduced
 undone_modes     frozen parts whose evaluation mode is undone
 sharded_apart    parameters that ranks shard from other weights
 unscaled_sums    scaled gradients that are added to unscaled ones
+mixed_scales     gradients of losses that have different scales of mixed precision
 ties             parameters that share their memory
 lost_ties        parameters that shared their memory until their module was moved
 roundings        weights in bfloat16 that their updates do not change

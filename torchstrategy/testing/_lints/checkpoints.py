@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, tensors_in
@@ -134,16 +133,12 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
         if isinstance(state_dict, dict):
             tell("saw", "restored_optimizer", optimizer, state_dict)
 
-    def set_epoch(_: Any, sampler: Any, epoch: int) -> None:
-        tell("saw", "sets_epoch", sampler)
-
     return [
         (torch, "load", _followed_by(torch.load, loaded)),
         (module, "state_dict", _followed_by(module.state_dict, gave)),
         (module, "load_state_dict", _followed_by(module.load_state_dict, restored)),
         (optimizer, "state_dict", _followed_by(optimizer.state_dict, gave_of_optimizer)),
         (optimizer, "load_state_dict", _followed_by(optimizer.load_state_dict, restored_optimizer)),
-        (DistributedSampler, "set_epoch", _followed_by(DistributedSampler.set_epoch, set_epoch)),
     ]
 
 

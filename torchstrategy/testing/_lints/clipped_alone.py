@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Factor, Facts, address_of, addresses_of
+from torchstrategy.testing._lints.facts import Factor, Facts, address_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.lint import Lint, Seen
@@ -63,7 +63,7 @@ class ClippedAlone(Lint):
         if facts.size < 2 or facts.stepping is not None or not facts.addresses or not is_within(CLIPPING):
             return
         number = number_of(args[1])
-        gradients = facts.addresses.intersection(addresses_of(args[0])) - {0}
+        gradients = facts.gradients_in(args[0])
         if number is None or not gradients:
             return
         place = here()

@@ -121,11 +121,20 @@ class Facts:
             there = [leaf() for leaf in self.leaves.values()]
             yield from (leaf for leaf in there if leaf is not None)
 
+    def gradients_in(self, written: Any) -> set[int]:
+        """The addresses of gradients among what an operator writes: a tensor, or several."""
+        return self.addresses.intersection(addresses_of(written)) - {0}
+
     def puts_together(self, flat: torch.Tensor, parts: Sequence[Any]) -> None:
         """Notes which gradients a tensor has copies of: some parts were written beside each other."""
-        gradients = self.addresses.intersection(addresses_of(parts)) - {0}
+        gradients = self.gradients_in(parts)
         if gradients and self.stepping is None:
             self.flats.put(flat, gradients | (self.flats.get(flat) or set()))
+
+    def factor_at(self, address: int) -> float | None:
+        """By what number the program has multiplied a gradient, apart from clipping; None if nobody knows."""
+        factor = self.factors.get(address)
+        return 1.0 if factor is None else factor.number
 
     def multiplied(self, gradient: torch.Tensor | None) -> Factor | None:
         """By what a gradient was multiplied since the last `backward`; None of one that was not."""

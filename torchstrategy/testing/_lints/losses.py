@@ -135,18 +135,18 @@ def _end(node: Any, name: str, divisors: Numbers, multipliers: Numbers) -> Term:
     """The term that ends at a node: a mean, a sum, or what is not looked into."""
     divisor = math.prod(divisors)
     factor = math.prod(multipliers) / divisor if divisor else 0.0
-    nothing = Term(factor, None, False, divisors, multipliers)
+    term = Term(factor, None, False, divisors, multipliers)
     if name.startswith("MeanBackward"):
-        return nothing._replace(over=_numbers_in(getattr(node, "_saved_self_sym_sizes", None)), is_mean=True)
+        return term._replace(over=_numbers_in(getattr(node, "_saved_self_sym_sizes", None)), is_mean=True)
     if name.startswith("SumBackward"):
         summed = _numbers_in(getattr(node, "_saved_self_sym_sizes", None))
-        return nothing._replace(summed=summed, multipliers=(*multipliers, *_multipliers_before(node)))
+        return term._replace(summed=summed, multipliers=(*multipliers, *_multipliers_before(node)))
     reduction = getattr(node, "_saved_reduction", None)
     if reduction == _SUM:
-        return nothing._replace(summed=_size_of_target(node))
+        return term._replace(summed=_size_of_target(node))
     if reduction != _MEAN:
-        return nothing
-    mean = nothing._replace(is_mean=True)
+        return term
+    mean = term._replace(is_mean=True)
     try:
         weight, total = getattr(node, "_saved_weight", None), getattr(node, "_saved_total_weight", None)
         target = getattr(node, "_saved_self", None)

@@ -152,22 +152,19 @@ class Means(Lint):
         reduced, sums = self._reduced.pop(facts.rank, []), []
         if len(calls) == 1 and reduced and facts.steps < _MOST_STEPS:
             sums = [term for term in calls[0].terms if term.summed is not None and term.divisors]
-        if not sums or factor_of_gradients(facts, calls) != 1:
-            return
-        ranks, is_summed = ranks_of(facts, calls)
         # More than one divisor: of the number of micro-batches, say.
-        term = next((one for one in sums if len(one.divisors) == 1), sums[0])
-        divisor = term.divisors[-1]
-        same = [one for one in sums if one.divisors[-1] == divisor]
-        if any(ranks in one.multipliers for one in same):
+        term = next((one for one in sums if len(one.divisors) == 1), None)
+        ranks, is_summed = ranks_of(facts, calls)
+        if term is None or term.summed is None or ranks < 2 or is_summed or factor_of_gradients(facts, calls) != 1:
+            return
+        (divisor,) = term.divisors
+        if any(ranks in one.multipliers for one in sums if one.divisors[-1] == divisor):
             return  # the program knows of the mean over ranks: the others may be of weights, alike on all of them
         # A sum of as many numbers as a parameter has may be one of weights, too.
         if divisor == ranks or any(one.numel() == term.summed for one in facts.parameters()):
             return
-        is_divided_alone = len(term.divisors) == 1
-        if ranks > 1 and not is_summed and term.summed is not None and is_divided_alone:
-            total = _Total(divisor, term.summed, calls[0].place, facts.companions(), tuple(reduced))
-            self._totals[facts.steps][facts.rank] = total
+        total = _Total(divisor, term.summed, calls[0].place, facts.companions(), tuple(reduced))
+        self._totals[facts.steps][facts.rank] = total
 
     def _is_of_all(self, by_rank: dict[int, _Total]) -> bool:
         """Whether all ranks have divided by the same number, which is the sum of what they count."""

@@ -67,7 +67,7 @@ class Messages(Lint):
         exchange = under_way.part.message
         if exchange is None:
             return
-        number = self._numbers.get(exchange) or self._numbers.setdefault(exchange, next(self._count))
+        number = self._numbers.setdefault(exchange, next(self._count))
         for tensor in under_way.reads:
             output = self._output_of(facts, tensor)
             if output is not None:

@@ -16,6 +16,11 @@ def living_modules() -> Iterator[nn.Module]:
     return (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
 
 
+def owners_of(parameter: torch.Tensor) -> list[nn.Module]:
+    """The modules that have a parameter, also in a module of theirs."""
+    return [module for module in living_modules() if any(own is parameter for own in module.parameters())]
+
+
 def longest_names(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
     """The name of each in the largest module that has it, by id. Those that no module has are left out."""
     wanted = {id(parameter) for parameter in parameters}

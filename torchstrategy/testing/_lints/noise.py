@@ -20,11 +20,10 @@ from torchstrategy.testing._lints.places import Place, here
 _MOST, _MOST_USES, _ENOUGH, _TWICE = 4, 4, 16, 2
 _LONGEST = 1000  # operators
 _aten = torch.ops.aten
-_DRAWING = (*(_aten.randn.default, _aten.randn.generator, _aten.normal_.default, _aten.normal.float_float),)
+_DRAWING = (_aten.randn.default, _aten.randn.generator, _aten.normal_.default, _aten.normal.float_float)
 # What combines numbers one by one.
 _COMBINING = ("add", "sub", "rsub", "mul", "div", "lerp", "addcmul", "addcdiv", "where", "mse_loss", "huber_loss")
-
-
+# What makes each number of many, though there may be as many as before.
 _MIXING = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "embedding", "cumsum", "sort")
 
 

@@ -181,9 +181,18 @@ def _described(loader: Any, ranks: int) -> _Loader:
         below = len(dataset.dataset) if subset is not None else size
     except (TypeError, AttributeError, NotImplementedError):
         return _Loader(here(), sampler, False, None, 0, 0, 1, True, there, is_readable=False)
-    is_of_batches = getattr(batches, "sampler", loader.sampler) is not loader.sampler or sampler is batches
-    content = content_of(dataset.dataset if subset is not None else dataset) if ranks > 1 else 0
-    return _Loader(here(), sampler, is_of_batches, subset, size, below, batch, leaves_out, there, content)
+    return _Loader(
+        place=here(),
+        sampler=sampler,
+        is_of_batches=sampler is not loader.sampler,
+        subset=subset,
+        size=size,
+        below=below,
+        batch=batch,
+        leaves_out=leaves_out,
+        dataset=there,
+        content=content_of(dataset.dataset if subset is not None else dataset) if ranks > 1 else 0,
+    )
 
 
 def _sampler_of(loader: Any) -> Any:
@@ -262,13 +271,17 @@ def _shared(loaders: dict[int, _Loader]) -> list[Finding | None]:
         for epoch, other in list(zip(mine, theirs, strict=False))[:1]:
             count = min(len(epoch.rows), len(other.rows))
             some, others = epoch.rows[:count], other.rows[:count]
-            both = set(some) & set(others)
-            is_wrong = len(both) > _allowed(loaders[rank], len(ranks), some == others)
-            if not isinstance(loaders[rank].sampler, _OF_TORCH) and some != others:
-                is_wrong = _are_drawn_apart(loaders[rank], some, others, len(ranks))
-            if is_wrong:
-                return [_shared_finding(loaders, ranks[0], rank, len(both), count)]
+            if _have_too_many_in_common(loaders[rank], some, others, len(ranks)):
+                return [_shared_finding(loaders, ranks[0], rank, len(set(some) & set(others)), count)]
     return []
+
+
+def _have_too_many_in_common(loader: _Loader, rows: list[int], others: list[int], ranks: int) -> bool:
+    """Whether two ranks have more rows in common than their samplers may give them."""
+    is_equal = rows == others
+    if isinstance(loader.sampler, _OF_TORCH) or is_equal:
+        return len(set(rows) & set(others)) > _allowed(loader, ranks, is_equal)
+    return _are_drawn_apart(loader, rows, others, ranks)
 
 
 def _are_drawn_apart(loader: _Loader, rows: list[int], others: list[int], ranks: int) -> bool:

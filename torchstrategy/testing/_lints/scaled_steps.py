@@ -14,11 +14,10 @@ from torchstrategy.testing._lints.facts import Facts, address_of, addresses_of, 
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import Place, here
-from torchstrategy.testing._lints.torch_internals import has_hooks_of_gradients
+from torchstrategy.testing._lints.torch_internals import UNSCALE, has_hooks_of_gradients
 
 _ENOUGH_STEPS = 2
 _STILL_SCALED = 8  # what is left of the scale: less can be what a program means
-_aten = torch.ops.aten
 
 
 class _Scaled(NamedTuple):
@@ -53,7 +52,7 @@ class ScaledSteps(Lint):
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        return {_aten._amp_foreach_non_finite_check_and_unscale_.default: self._unscales}
+        return {UNSCALE: self._unscales}
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
@@ -124,10 +123,9 @@ class ScaledSteps(Lint):
         gradient = None if parameter is None else parameter.grad
         if gradient is None or address_of(gradient) != scaled.address or scaled.address in self._unscaled[facts.rank]:
             return False
-        factor = facts.factors.get(scaled.address)
-        number = 1.0 if factor is None else factor.number
-        if number is None:
+        factor = facts.factor_at(scaled.address)
+        if factor is None:
             return False
         is_written = gradient._version != scaled.version
         was_reduced = scaled.address in facts.reduced  # which writes it, and a division by the ranks comes with it
-        return (not is_written or was_reduced) and abs(number * scaled.scale) >= _STILL_SCALED
+        return (not is_written or was_reduced) and abs(factor * scaled.scale) >= _STILL_SCALED

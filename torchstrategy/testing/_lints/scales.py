@@ -172,8 +172,7 @@ def factor_of_gradients(facts: Facts, calls: Sequence[Backward]) -> float | None
         if id(parameter) in changed:
             address = address_of(parameter.grad)
             is_there = address and address == facts.gradients.get(id(parameter))
-            factor = facts.factors.get(address)
-            factors.add(None if not is_there else 1.0 if factor is None else factor.number)
+            factors.add(facts.factor_at(address) if is_there else None)
     return factors.pop() if len(factors) == 1 else None
 
 
@@ -222,8 +221,7 @@ def _scaled(facts: Facts, args: Sequence[Any], is_division: bool) -> None:
         return
     number, place = number_of(args[1]), here()
     for address in addresses:
-        known = facts.factors.get(address)
-        before = 1.0 if known is None else known.number
+        before = facts.factor_at(address)
         if number is None or before is None or not number:
             facts.factors[address] = Factor(None, place)
         else:

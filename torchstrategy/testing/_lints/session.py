@@ -42,6 +42,7 @@ from torchstrategy.testing._lints.lost_ties import LostTies
 from torchstrategy.testing._lints.means import Means
 from torchstrategy.testing._lints.messages import Messages
 from torchstrategy.testing._lints.metrics import Metrics
+from torchstrategy.testing._lints.mixed_scales import MixedScales
 from torchstrategy.testing._lints.modes import Modes
 from torchstrategy.testing._lints.moved_moments import MovedMoments
 from torchstrategy.testing._lints.noise import Noise
@@ -131,6 +132,7 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     ShardedApart,
     MovedMoments,
     Messages,
+    MixedScales,
     Gathered,
     Zeroed,
     Modes,

@@ -16,7 +16,7 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of, numbers_of
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Follower, Seen
-from torchstrategy.testing._lints.modules import living_modules
+from torchstrategy.testing._lints.modules import owners_of
 from torchstrategy.testing._lints.pieces import Pieces
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import part_of
@@ -40,6 +40,7 @@ class _Factor:
     number: float | None
     place: Place
     size: int  # of what was multiplied: it may be a block of a part
+    is_own: bool  # whether a number was made of parts of this rank alone
 
 
 @final
@@ -56,7 +57,6 @@ class Shards(Follower):
         self._steps: dict[tuple[Any, ...], dict[int, _Factor]] = defaultdict(dict)
         self._whole: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}  # by id
         self._pieces: dict[int, Pieces[bool]] = {}
-        self._is_own: dict[int, set[int]] = defaultdict(set)  # the parts, by rank, that a number of its own multiplies
         self._own: dict[Place, dict[int, dict[int, float | None]]] = defaultdict(dict)  # by step and rank
 
     @override
@@ -103,22 +103,22 @@ class Shards(Follower):
         parts = self._parts.get(facts.rank)
         if parts and facts.steps < _MOST_STEPS and any(parts.values()):
             found: dict[tuple[Any, ...], _Factor | None] = {}
-            own = self._is_own.pop(facts.rank, set())
-            is_own = True
             for position, parameter in enumerate(parameters_of(optimizer)):
                 part, ranks = self._part_of(facts, parameter)
                 if part is not None and part.numel() and not (part is parameter.grad and self._is_whole(parameter)):
                     key = facts.steps, ranks, tuple(parameter.shape), position
                     factor = parts.get(address_of(part))
                     found[key] = None if factor is None or factor.size != part.numel() else factor
-                    is_own = is_own and address_of(part) in own
+            factors = [factor for factor in found.values() if factor is not None]
             # A norm of all parts is one number for all of them. Norms of single rows or layers are others.
-            if len({None if factor is None else factor.number for factor in found.values()}) == 1:
-                for key, factor in found.items():
-                    if factor is not None:
-                        self._steps[key][facts.rank] = factor
-                        if is_own:
-                            self._own[factor.place].setdefault(facts.steps + 1, {})[facts.rank] = factor.number
+            if not factors or len(factors) < len(found) or len({factor.number for factor in factors}) > 1:
+                return
+            for key, factor in found.items():
+                if factor is not None:
+                    self._steps[key][facts.rank] = factor
+            if all(factor.is_own for factor in factors):
+                for factor in factors:
+                    self._own[factor.place].setdefault(facts.steps + 1, {})[facts.rank] = factor.number
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -156,7 +156,7 @@ class Shards(Follower):
         """Whether a module has a parameter: its rank owns all of it then, and its gradient is no part of a flat one."""
         there, is_whole = self._whole.get(id(parameter), (None, False))
         if there is None or there() is not parameter:
-            is_whole = any(own is parameter for module in living_modules() for own in module.parameters(recurse=False))
+            is_whole = bool(owners_of(parameter))
             self._whole[id(parameter)] = weakref.ref(parameter), is_whole
         return is_whole
 
@@ -181,13 +181,13 @@ class Shards(Follower):
         place = here()
         pieces = self._pieces.get(facts.rank)
         is_number = isinstance(args[1], torch.Tensor) and args[1].numel() == 1
-        if pieces is not None and is_number and pieces.find(args[1]):
-            self._is_own[facts.rank].update(addresses)
+        is_own = pieces is not None and is_number and bool(pieces.find(args[1]))
         for address in addresses:
             before = parts[address]
             earlier = 1.0 if before is None else before.number
             product = None if number is None or earlier is None else number * earlier
-            parts[address] = _Factor(product, place, sizes[address])
+            was_own = before is not None and before.is_own
+            parts[address] = _Factor(product, place, sizes[address], is_own or was_own)
 
 
 def _finding(step: int, numbers: dict[int, float], places: list[Place]) -> Finding | None:

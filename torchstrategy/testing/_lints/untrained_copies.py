@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchstrategy.testing._lints.facts import Model
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.known import Known, is_plain
-from torchstrategy.testing._lints.modules import living_modules
+from torchstrategy.testing._lints.modules import owners_of
 from torchstrategy.testing._lints.places import Place
 from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names
 
@@ -137,7 +137,7 @@ class CalledModules:
 
     def add_owner(self, parameter: torch.Tensor, ranks: tuple[int, ...]) -> None:
         """Adds the largest module that has a parameter, whose gradient the program reduces itself."""
-        owner = max(_owners_of(parameter), key=_number_of_parameters, default=None)
+        owner = max(owners_of(parameter), key=_number_of_parameters, default=None)
         if owner is not None and len(ranks) > 1:
             key = ("reduced", ranks, sum(not trained.is_wrapped for trained in self._trained))
             trained = Trained(key, ranks, False, True)
@@ -159,7 +159,7 @@ class CalledModules:
         if self._searches >= _MOST_SEARCHES:
             return nothing
         self._searches += 1
-        owners = _owners_of(parameter)
+        owners = owners_of(parameter)
         is_averaged = any(isinstance(one, AveragedModel) for one in owners)
         owners.sort(key=_number_of_parameters, reverse=True)
         for owner in owners:
@@ -183,10 +183,6 @@ class CalledModules:
         for _, parameter in named:
             self._known.put(parameter, called)
         return called
-
-
-def _owners_of(parameter: torch.Tensor) -> list[nn.Module]:
-    return [one for one in living_modules() if any(own is parameter for own in one.parameters())]
 
 
 def _number_of_parameters(module: nn.Module) -> int:

@@ -63,7 +63,7 @@ class Watch:
         self._here = _Here()
         self._at_the_end: ExitStack | None = None  # of the block
         self._watches_sharding = False
-        self._samplers: set[type] = set()  # whose `set_epoch` is watched
+        self._samplers: set[type] = {DistributedSampler}  # whose `set_epoch` is watched
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by their iterators
 
     def findings(self) -> list[Finding]:
@@ -149,6 +149,7 @@ class Watch:
             (scaler, "step", self._scaled_step(scaler.step)),
             (DataLoader, "__iter__", self._iterating(DataLoader.__iter__)),
             (LoaderIterator, "__next__", self._getting(LoaderIterator.__next__)),
+            (DistributedSampler, "set_epoch", self._after(DistributedSampler.set_epoch, self._sets_epoch)),
             (LoaderIterator, "_next_index", self._drawing(LoaderIterator._next_index)),
         ]
 
@@ -254,7 +255,7 @@ class Watch:
     def _watch_sampler(self, sampler: Any) -> None:
         """Watches `set_epoch` of a sampler of the program's own, from its first loader on."""
         kind = next((one for one in type(sampler).__mro__ if "set_epoch" in vars(one)), None)
-        if kind in (None, DistributedSampler) or kind in self._samplers or self._at_the_end is None:
+        if kind is None or kind in self._samplers or self._at_the_end is None:
             return
         self._samplers.add(kind)
         method = vars(kind)["set_epoch"]

@@ -274,8 +274,8 @@ class Part(Wait):
     @property
     def queue(self) -> Hashable:
         """The same for what is done one after the other, as the collectives of a group are, and messages of a pair."""
-        call = self._exchange.calls[self._place]
-        return call.group, frozenset(self._exchange.ranks) if call.kind in ("send", "recv") else None
+        group = self._exchange.calls[self._place].group
+        return group, None if self.message is None else frozenset(self._exchange.ranks)
 
     @property
     def message(self) -> object | None:
