@@ -60,6 +60,7 @@ def test_simulated_devices_answer_as_an_h100_does(tmp_path: Path) -> None:
     fixed = {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path, env=fixed)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "lint-failed" not in done.stdout
     answers = json.loads(out.read_text())
     assert answers.keys() == RECORD.keys()
     different = {name for name, real in RECORD.items() if not are_alike(real, answers[name])}

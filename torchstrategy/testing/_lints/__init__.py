@@ -14,6 +14,7 @@ causes           why copies have parted
 multiplied_apart  gradients that ranks have alike, and multiply by numbers that differ
 facts            what each rank has done since its last step
 lint             what every lint is told
+failures         lints that end with an error of their own
 tracks           parameters at the same position of an optimizer in several ranks
 copies           copies of tensors that ranks have to keep alike
 replicas         weights that differ between ranks

@@ -102,6 +102,8 @@ class FedRows(Lint):
 
     def _copies(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         given = args[0]
+        if not isinstance(given, torch.Tensor):  # in `vmap`, the 2 of `x * 2` is copied, too
+            return
         is_weight = isinstance(given, nn.Parameter) or given.requires_grad
         if facts.size > 1 and not is_weight and given.device.type == "cpu" and result.device != given.device:
             self._feeds(facts, given)

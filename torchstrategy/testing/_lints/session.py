@@ -23,6 +23,7 @@ from torchstrategy.testing._lints.divided import Divided
 from torchstrategy.testing._lints.divided_rows import DividedRows
 from torchstrategy.testing._lints.dropped import Dropped
 from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
+from torchstrategy.testing._lints.failures import of_failed
 from torchstrategy.testing._lints.fed_rows import FedRows
 from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
@@ -160,10 +161,11 @@ class Session:
         of_others += [checkpoints, Resumes(checkpoints), RepeatedEpochs(checkpoints), self._waits, self._files]
         self._lints: list[Lint] = [replicas, *(make() for make in _LINTS), *of_others]
         self._followers = [lint for lint in self._lints if isinstance(lint, Follower)]
-        self._seen: dict[Any, list[Seen]] = defaultdict(list, {operator: [_puts_together] for operator in _PUTTING})
+        self._seen: dict[Any, list[tuple[Lint | None, Seen]]] = {func: [(None, _puts_together)] for func in _PUTTING}
         for lint in self._lints:
-            for operator, seen in lint.operators().items():
-                self._seen[operator].append(seen)
+            for func, seen in lint.operators().items():
+                self._seen.setdefault(func, []).append((lint, seen))
+        self._failures: list[Finding | None] = []
         self._open: dict[int, list[int]] = defaultdict(list)  # the optimizers of a rank that are making a step
         self._gradients_before: dict[int, dict[int, tuple[int, int]]] = {}
 
@@ -175,7 +177,19 @@ class Session:
 
     def findings(self) -> list[Finding]:
         """What was found in it."""
-        return [found for lint in self._lints for found in lint.findings() if found is not None]
+        found: list[Finding | None] = []
+        self._each(lambda lint: found.extend(lint.findings()))
+        return [one for one in [*found, *self._failures] if one is not None]
+
+    def loses(self, lint: Lint | None, error: Exception) -> None:
+        """A lint has failed: the program goes on without it. None: what lints share has failed, and none goes on."""
+        lost = {lint} if lint is not None else {None, *self._lints}
+        if lint in self._lints or (lint is None and self._lints):
+            self._failures.append(of_failed(None if lint is None else type(lint), error))
+        # New lists: other ranks may be going through the old ones.
+        self._lints = [one for one in self._lints if one not in lost]
+        self._followers = [one for one in self._followers if one not in lost]
+        self._seen = {func: [one for one in seen if one[0] not in lost] for func, seen in self._seen.items()}
 
     @property
     def follows(self) -> bool:
@@ -189,11 +203,17 @@ class Session:
     def operator(self, rank: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """An operator has run."""
         facts = self.facts(rank)
-        for seen in self._seen.get(func, ()):
-            seen(facts, args, kwargs, result)
-        for lint in self._followers:
-            if lint.follows(facts):
-                lint.operator(facts, func, args, kwargs, result)
+        for lint, seen in self._seen.get(func, ()):
+            try:
+                seen(facts, args, kwargs, result)
+            except Exception as error:
+                self.loses(lint, error)
+        for follower in self._followers:
+            try:
+                if follower.follows(facts):
+                    follower.operator(facts, func, args, kwargs, result)
+            except Exception as error:
+                self.loses(follower, error)
 
     def made(self, rank: int, wrapped: Any) -> None:
         """A model of `DistributedDataParallel` was made."""
@@ -202,23 +222,22 @@ class Session:
         number = sum(model.ranks == ranks for model in facts.models)
         model = Model(weakref.ref(wrapped), ("model", ranks, number), ranks)
         facts.models.append(model)
-        for lint in self._lints:
-            lint.made(facts, model)
+        self._each(lambda lint: lint.made(facts, model))
 
     def calls(self, rank: int, wrapped: Any, args: Sequence[Any]) -> None:
         """Such a model is called."""
         facts, is_training = self.facts(rank), torch.is_grad_enabled() and wrapped.training
         is_synchronized = wrapped.require_backward_grad_sync
-        for model in facts.models:
-            if model.model() is wrapped and is_training:
-                facts.called.add(model.key)
-                if is_synchronized:
-                    facts.synchronized.add(model.key)
-                    facts.left_open.discard(model.key)
-                else:
-                    facts.left_open.add(model.key)
-                for lint in self._lints:
-                    lint.calls(facts, model, args)
+        model = next((one for one in facts.models if one.model() is wrapped), None)
+        if model is None or not is_training:
+            return
+        facts.called.add(model.key)
+        if is_synchronized:
+            facts.synchronized.add(model.key)
+            facts.left_open.discard(model.key)
+        else:
+            facts.left_open.add(model.key)
+        self._each(lambda lint: lint.calls(facts, model, args))
 
     def told(self, told: Told) -> None:
         """A rank comes to a collective."""
@@ -231,14 +250,12 @@ class Session:
                 elif parts := facts.flats.get(tensor):
                     facts.reduced |= dict.fromkeys(parts, told.detail)
                     facts.reducers = tuple(told.ranks)
-        for lint in self._lints:
-            lint.told(facts, told, is_of_torch)
+        self._each(lambda lint: lint.told(facts, told, is_of_torch))
 
     def begins(self, under_way: UnderWay) -> None:
         """A rank has called what it has to wait for."""
         facts = self.facts(under_way.rank)
-        for lint in self._lints:
-            lint.begins(facts, under_way)
+        self._each(lambda lint: lint.begins(facts, under_way))
 
     def over(self, rank: int, part: Any) -> None:
         """A rank has waited for it."""
@@ -250,8 +267,7 @@ class Session:
 
     def saw(self, rank: int, what: str, *args: Any) -> None:
         """Something has happened that no other lint asks for: `what` is the method of a lint that is told."""
-        for lint in self._lints:
-            getattr(lint, what)(self.facts(rank), *args)
+        self._each(lambda lint: getattr(lint, what)(self.facts(rank), *args))
 
     def file(self, happened: Happened, rank: int, what: str, file: Any) -> None:
         """A rank does something with a file."""
@@ -264,21 +280,18 @@ class Session:
 
     def groups(self, rank: int, ranks: Sequence[int] | None) -> None:
         """A rank makes a process group, which all have to make."""
-        for lint in self._lints:
-            lint.groups(self.facts(rank), ranks)
+        self._each(lambda lint: lint.groups(self.facts(rank), ranks))
 
     def has_optimizer(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made."""
         self.facts(rank).optimizers.add(optimizer)
-        for lint in self._lints:
-            lint.has_optimizer(self.facts(rank), optimizer)
+        self._each(lambda lint: lint.has_optimizer(self.facts(rank), optimizer))
 
     def goes_back(self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool) -> Backward:
         """`backward` is called; returns what `went_back` is given."""
         facts = self.facts(rank)
         facts.clipped = {}  # what hooks reduce while `backward` runs was not clipped
-        for lint in self._lints:
-            lint.goes_back(facts, losses)
+        self._each(lambda lint: lint.goes_back(facts, losses))
         if not facts.optimizers:
             facts.leaves |= {id(leaf): weakref.ref(leaf) for loss in losses for leaf in leaves_of(loss)}
         terms = terms_of(losses[0], facts.scale) if len(losses) == 1 else []
@@ -297,24 +310,20 @@ class Session:
         facts.gradients = {own: address for own, (address, _) in after.items()}
         facts.addresses = set(facts.gradients.values())
         facts.factors = {}
-        for lint in self._lints:
-            lint.went_back(facts)
+        self._each(lambda lint: lint.went_back(facts))
 
     def scheduled(self, rank: int, scheduler: Any) -> None:
         """A scheduler of learning rates was made, or was stepped."""
-        for lint in self._lints:
-            lint.scheduled(self.facts(rank), scheduler)
+        self._each(lambda lint: lint.scheduled(self.facts(rank), scheduler))
 
     def zeroed(self, rank: int) -> None:
         """Gradients are set to zero."""
-        for lint in self._lints:
-            lint.zeroed(self.facts(rank))
+        self._each(lambda lint: lint.zeroed(self.facts(rank)))
         self.facts(rank).backwards.clear()
 
     def changes_mode(self, rank: int, module: torch.nn.Module, is_training: bool) -> None:
         """`train()` or `eval()` of a module is going to be called."""
-        for lint in self._lints:
-            lint.changes_mode(self.facts(rank), module, is_training)
+        self._each(lambda lint: lint.changes_mode(self.facts(rank), module, is_training))
 
     def steps(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is going to make a step. Those within a step of another one are parts of it."""
@@ -328,11 +337,9 @@ class Session:
             if number_of(getattr(optimizer, "found_inf", None)):  # a fused optimizer, which skips the step itself
                 self.facts(rank).skips += 1
             self.facts(rank).stepping = optimizer
-            for lint in self._lints:
-                lint.steps(self.facts(rank), optimizer)
+            self._each(lambda lint: lint.steps(self.facts(rank), optimizer))
         else:
-            for lint in self._lints:
-                lint.steps_within(self.facts(rank), optimizer)
+            self._each(lambda lint: lint.steps_within(self.facts(rank), optimizer))
 
     def stepped(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
         """It has made it."""
@@ -342,8 +349,7 @@ class Session:
         del running[running.index(id(optimizer)) :]
         if not running:
             facts.stepping = None
-            for lint in self._lints:
-                lint.stepped(facts, optimizer)
+            self._each(lambda lint: lint.stepped(facts, optimizer))
             facts.steps += 1
             facts.forget()
 
@@ -358,18 +364,23 @@ class Session:
 
     def opened(self, rank: int, loader: Any) -> None:
         """The rows of a loader are asked for from the beginning."""
-        for lint in self._lints:
-            lint.opened(self.facts(rank), loader)
+        self._each(lambda lint: lint.opened(self.facts(rank), loader))
 
     def got(self, rank: int, loader: Any, batch: Any) -> None:
         """A batch of a data set that has no numbers of rows is there."""
-        for lint in self._lints:
-            lint.got(self.facts(rank), loader, batch)
+        self._each(lambda lint: lint.got(self.facts(rank), loader, batch))
 
     def drew(self, rank: int, loader: Any, rows: Any) -> None:
         """The rows of a batch are drawn."""
+        self._each(lambda lint: lint.drew(self.facts(rank), loader, rows))
+
+    def _each(self, tell: Callable[[Lint], Any]) -> None:
+        """Tells each lint something."""
         for lint in self._lints:
-            lint.drew(self.facts(rank), loader, rows)
+            try:
+                tell(lint)
+            except Exception as error:
+                self.loses(lint, error)
 
 
 def _puts_together(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:

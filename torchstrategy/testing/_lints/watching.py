@@ -153,36 +153,37 @@ class Watch:
             (LoaderIterator, "_next_index", self._drawing(LoaderIterator._next_index)),
         ]
 
-    def _tell(self, what: str, *args: Any) -> None:
-        self._watch_sharding()
+    def _say(self, what: str, *args: Any) -> Any:
+        """Calls a method of the session. An error of its own is none of the program's."""
         session = self.session()
-        if session is not None:
-            getattr(session, what)(current_rank(), *args)
+        if session is None:
+            return None
+        try:
+            return getattr(session, what)(*args)
+        except Exception as error:
+            return session.loses(None, error)
+
+    def _tell(self, what: str, *args: Any) -> Any:
+        self._watch_sharding()
+        return self._say(what, current_rank(), *args)
 
     def _told(self, told: Told) -> None:
         self._watch_sharding()
-        session = self.session()
-        if session is not None:
-            session.told(told)
+        self._say("told", told)
 
     def _begins(self, under_way: UnderWay) -> None:
-        session = self.session()
-        if session is not None:
-            session.begins(under_way)
+        self._say("begins", under_way)
 
     def _over(self, rank: int, part: Any) -> None:
-        session = self.session()
-        if session is not None:
-            session.over(rank, part)
+        self._say("over", rank, part)
 
     def _file(self, what: str, file: Any) -> None:
         world = current_world()
-        session = self.session() if world is not None and world.size > 1 and not self._here.is_at_file else None
-        if world is None or session is None:
+        if world is None or world.size < 2 or self._here.is_at_file:
             return
         self._here.is_at_file = True  # the lint looks into the source of the program
         try:
-            session.file(world.happened, current_rank(), what, file)
+            self._say("file", world.happened, current_rank(), what, file)
         finally:
             self._here.is_at_file = False
 
@@ -309,13 +310,14 @@ class Watch:
             has_gradient = any(one is not None for one in gradients)
             if has_gradient:
                 self._tell("saw", "continues", _listed(tensors), gradients)
-            call = session.goes_back(current_rank(), losses, not keeps and not has_gradient)
+            call = self._tell("goes_back", losses, not keeps and not has_gradient)
             self._here.depth += 1
             try:
                 result = backward(tensors, grad_tensors, *args, **kwargs)
             finally:
                 self._here.depth -= 1
-            session.went_back(current_rank(), call)
+            if call is not None:
+                self._tell("went_back", call)
             return result
 
         return told
