@@ -368,14 +368,7 @@ def _reset_thread(autocast_nesting: int) -> None:
         autocast_nesting: Of the blocks of autocast that the thread is in, so many stay.
     """
     torch.set_default_device(None)
-    # `left` keeps the modes alive: to pop a mode that nobody else refers to crashes torch 2.10.
-    left = torch_internals.dispatch_modes()
-    for _ in left:
-        torch_internals.pop_dispatch_mode()
-    while torch_internals.function_modes():
-        torch_internals.pop_function_mode()
-    while torch_internals.saved_tensors_hooks() is not None:
-        torch_internals.pop_saved_tensors_hooks()
+    torch_internals.end_modes()
     while _autocast_nesting() > autocast_nesting:
         torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()

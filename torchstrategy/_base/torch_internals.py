@@ -242,6 +242,21 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def end_modes() -> None:
+    """Ends all modes and hooks of saved tensors that this thread is in.
+
+    A thread must not keep one when it ends. C++ gives it back to Python after the thread has left Python, when a join
+    may be over already: if the process is at its end by then, too, it aborts.
+    """
+    left = dispatch_modes()  # it keeps them alive: to pop a mode that nobody else refers to crashes torch 2.10
+    for _ in left:
+        pop_dispatch_mode()
+    while function_modes():
+        pop_function_mode()
+    while saved_tensors_hooks() is not None:
+        pop_saved_tensors_hooks()
+
+
 # A block in inference mode, or out of it. At its end, this thread has the grad mode, the inference mode and the
 # threads for backward that it had before, whatever was set in the block. These take a fifth of the time of the public
 # `torch.inference_mode`, `torch.set_grad_enabled` and `torch.autograd.set_multithreading_enabled`.

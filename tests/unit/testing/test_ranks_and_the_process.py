@@ -11,14 +11,16 @@ import locale
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,8 +31,10 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchstrategy.testing import run_ranks
+from torchstrategy._base.torch_internals import dispatch_modes, function_modes
+from torchstrategy.testing import lint_training, run_ranks
 from torchstrategy.testing._ranks.torch_settings import NAMES, put_settings, take_settings
 
 python: Any = sys
@@ -666,3 +670,40 @@ def test_who_waits_before_writing_is_not_refused(dtype: torch.dtype) -> None:
         assert x.float().sum() == 9 if not dtype.is_complex else x.real.sum() == 9
 
     run_ranks(main, 2)
+
+
+class CountsOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def leaves_a_mode(rank: int) -> None:
+    CountsOperators().__enter__()
+    torch.set_default_device("cpu")
+
+
+def does_nothing(rank: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("main", [leaves_a_mode, does_nothing])
+@pytest.mark.parametrize("is_linted", [False, True])
+def test_a_thread_that_ends_is_in_no_mode(
+    monkeypatch: pytest.MonkeyPatch, main: Callable[[int], None], is_linted: bool
+) -> None:
+    """C++ gave the mode back to Python after the thread had ended, and a process at its end was aborted."""
+    left: queue.Queue[list[Any]] = queue.Queue()
+    thread: Any = threading.Thread
+    bootstrap = thread._bootstrap_inner
+
+    def runs(self: threading.Thread) -> None:
+        bootstrap(self)
+        left.put([*dispatch_modes(), *function_modes()])
+
+    monkeypatch.setattr(thread, "_bootstrap_inner", runs)
+    with lint_training() if is_linted else nullcontext():
+        run_ranks(main, 2)
+        own = threading.Thread(target=lambda: None)
+        own.start()
+        own.join()
+    assert [left.get(timeout=60) for _ in range(3)] == [[], [], []]

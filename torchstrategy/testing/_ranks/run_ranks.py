@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy._base.errors import add_note, described
-from torchstrategy._base.torch_internals import unseen_by_function_modes
+from torchstrategy._base.torch_internals import end_modes, unseen_by_function_modes
 from torchstrategy._base.worker_threads import worker_here
 from torchstrategy.testing._ranks.belongings import Belongings
 from torchstrategy.testing._ranks.faults import Visits
@@ -185,6 +185,7 @@ class _Run:
         except BaseException as error:  # while it put on or took off what it has
             self._errors.setdefault(rank, error)
         finally:
+            end_modes()  # those that the program has left behind
             self._gone.add(rank)
             self._one_gone.release()
 

@@ -6,7 +6,7 @@ import functools
 import threading
 from typing import Any
 
-from torchstrategy._base.torch_internals import TorchDispatchMode, push_dispatch_mode
+from torchstrategy._base.torch_internals import TorchDispatchMode, end_modes, push_dispatch_mode
 
 
 def starting_in(mode: TorchDispatchMode) -> tuple[type[threading.Thread], str, Any]:
@@ -19,7 +19,10 @@ def starting_in(mode: TorchDispatchMode) -> tuple[type[threading.Thread], str, A
 
         def run_in_mode() -> None:
             push_dispatch_mode(mode)
-            run()
+            try:
+                run()
+            finally:
+                end_modes()
 
         thread.run = run_in_mode  # type: ignore[method-assign]
         start(thread)
