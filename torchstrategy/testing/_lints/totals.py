@@ -21,6 +21,7 @@ from torchstrategy.testing._ranks.witnesses import Told
 from torchstrategy.testing._simulation.memory import span
 
 _aten = torch.ops.aten
+_DIVIDES = (_aten.div_.Tensor, _aten.div_.Scalar, _aten.mul_.Tensor, _aten.mul_.Scalar)
 
 
 @dataclass(eq=False)
@@ -72,6 +73,8 @@ class Totals(Lint):
     def operators(self) -> dict[Any, Seen]:
         adds = [_aten.add_.Tensor, _aten.add_.Scalar, _aten.index_add_.default, _aten.scatter_add_.default]
         seen: dict[Any, Seen] = {op: self._added for op in adds}
+        # torch counts what is written on `tensor.data` as no write on the tensor.
+        seen |= {op: self._ended for op in (_aten.zero_.default, _aten.fill_.Scalar, *_DIVIDES)}
         return seen | {_aten.copy_.default: self._copied, _aten.add.Tensor: self._made}
 
     @override
@@ -109,6 +112,11 @@ class Totals(Lint):
             if _is_as_left(total, args[0]):
                 total.version += 1
                 total.added = here()
+
+    def _ended(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """A tensor is set to zero, or multiplied."""
+        for total in self._of(facts.rank, args[0]):
+            self._totals[facts.rank][args[0].untyped_storage().data_ptr()].remove(total)
 
     def _copied(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """`total[0] += 1` adds to a part of a tensor, and then writes this part on itself."""
