@@ -126,7 +126,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"copies"},
         {"causes", "multiplied_apart"},
         {"lint", "orders", "pieces", "tracks"},
-        {"failures", "scheduled"},
+        {"failures", "left_out", "own_steps", "scheduled"},
         {
             "aliases",
             "batch_norm",

@@ -15,6 +15,8 @@ multiplied_apart  gradients that ranks have alike, and multiply by numbers that 
 facts            what each rank has done since its last step
 lint             what every lint is told
 failures         lints that end with an error of their own
+left_out         gradients that a program leaves out when it reduces those of other parameters
+own_steps        steps that a program makes itself, without an optimizer of torch
 tracks           parameters at the same position of an optimizer in several ranks
 copies           copies of tensors that ranks have to keep alike
 replicas         weights that differ between ranks

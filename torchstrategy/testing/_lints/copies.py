@@ -53,6 +53,7 @@ class Snapshot:
         way: How it came to the step.
         sparse: Of sparse gradients, checksums of their indices and of their values.
         factors: By what gradients were multiplied since the last `backward`, those that were.
+        steps: How many steps the rank has made before.
     """
 
     place: Place
@@ -62,6 +63,29 @@ class Snapshot:
     way: Way
     sparse: dict[str, tuple[int, int]] = field(default_factory=dict)
     factors: dict[str, Factor] = field(default_factory=dict)
+    steps: int = 0
+
+
+class Used(NamedTuple):
+    """A gradient with which a step is made.
+
+    Attributes:
+        numbers: What is kept of it; None if there is none.
+        sparse: Of a sparse one, checksums of its indices and of its values.
+        factor: By what it was multiplied since the last `backward`.
+    """
+
+    numbers: Fingerprint | None
+    sparse: tuple[int, int] | None
+    factor: Factor | None
+
+
+def gradient_used(facts: Facts, parameter: torch.Tensor) -> Used:
+    """What is kept of the gradient of a parameter, as it is now."""
+    gradient = facts.gradient_of(parameter)
+    if gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.sparse_coo:
+        return Used(*of_sparse(gradient), None)
+    return Used(fingerprint(gradient), None, facts.multiplied(gradient))
 
 
 def snapshot(facts: Facts, named: Named, with_gradients: bool, way: Way) -> Snapshot:
@@ -70,14 +94,13 @@ def snapshot(facts: Facts, named: Named, with_gradients: bool, way: Way) -> Snap
     sparse: dict[str, tuple[int, int]] = {}
     factors: dict[str, Factor] = {}
     for name, tensor in named.items() if with_gradients else ():
-        gradient = tensor.grad if tensor.is_leaf else None
-        if gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.sparse_coo:
-            gradients[name], sparse[name] = of_sparse(gradient)
-        elif tensor.is_leaf:
-            gradients[name] = fingerprint(gradient)
-            factor = facts.multiplied(gradient)
-            if factor is not None:
-                factors[name] = factor
+        if tensor.is_leaf:
+            used: Used = facts.used.get(id(tensor)) or gradient_used(facts, tensor)
+            gradients[name] = used.numbers
+            if used.sparse is not None:
+                sparse[name] = used.sparse
+            if used.factor is not None:
+                factors[name] = used.factor
     return Snapshot(
         here(),
         {name: fingerprint(tensor) for name, tensor in named.items()},
@@ -86,6 +109,7 @@ def snapshot(facts: Facts, named: Named, with_gradients: bool, way: Way) -> Snap
         way,
         sparse,
         factors,
+        facts.steps,
     )
 
 
@@ -143,7 +167,8 @@ class Copies:
     began_alike: bool = False
     began_apart: bool = False
     was_compared: bool = False  # at the beginning
-    late: Parted | None = None  # of a guess: since the first step, by gradients that differ
+    late: Parted | None = None  # of a guess that began alike: since some step, by gradients that differ
+    last_alike: int = -1  # the steps before the last one in which gradients were alike, and no constants
     _waiting: dict[float, dict[int, Snapshot]] = field(default_factory=dict)
     _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # those that differ, until the end
     _is_rounded: bool = False
@@ -181,6 +206,8 @@ class Copies:
             # Copies that come together again are trained apart on purpose, as by averaging each few steps.
             self.is_over = self.parted is not None and self.parted.names[0] in first.values
             self.began_alike = self.began_alike or (step == 0 and all(map(_is_drawn, first.values.values())))
+            if step >= 1 and _have_one_gradient(first, others):
+                self.last_alike = first.steps
             return
         if self.is_a_guess:
             self._guess(step, there, names)
@@ -203,11 +230,11 @@ class Copies:
         if step == 0:
             self._beginning = there
             self.began_apart = any(map(_is_drawn, there[self.ranks[0]].values.values()))
-        elif step == 1 and self.began_alike:
+        elif self.began_alike and self.late is None:
             mine = there[self.ranks[0]]
             others = [rank for rank in self.ranks[1:] if _have_other_gradients(mine, there[rank], names[0])]
             if others and all(one.gradients.get(names[0]) is not None for one in there.values()):
-                self.late = Parted(1, names, others, True, there)
+                self.late = Parted(int(step), names, others, True, there)
         elif self._beginning and self.parted is None:
             prints = [there[rank].gradients.get(name) for rank in self.ranks for name in names]
             first = prints[0]
@@ -239,6 +266,14 @@ def _have_other_gradients(first: Snapshot, other: Snapshot, name: str) -> bool:
     if mine is None or theirs is None:
         return mine is not theirs
     return not mine.is_close_to(theirs)
+
+
+def _have_one_gradient(first: Snapshot, others: Mapping[int, Snapshot]) -> bool:
+    """Whether ranks have made a step with gradients that are alike, and no constants."""
+    if not first.gradients or not all(map(_is_drawn, first.gradients.values())):
+        return False
+    names, there = list(first.gradients), list(others.values())
+    return not any(_have_other_gradients(first, other, name) for other in there for name in names)
 
 
 def _are_rounded(first: Snapshot, other: Snapshot, names: list[str]) -> bool:

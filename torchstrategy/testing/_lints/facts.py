@@ -89,6 +89,8 @@ class Facts:
         reduced: How gradients were reduced by collectives of the program, by their address.
         reducers: Among whom that was.
         was_awaited: Whether the step has read no gradient that a collective has still to write.
+        given: What `torch.autograd.grad` has returned, by the id of the parameter, where there is no optimizer.
+        used: With what gradients a step of the program's own has changed parameters, by their id.
     """
 
     rank: int
@@ -112,6 +114,8 @@ class Facts:
     reduced: dict[int, str] = field(default_factory=dict)
     reducers: tuple[int, ...] = ()
     was_awaited: bool = True
+    given: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    used: dict[int, Any] = field(default_factory=dict)
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """The parameters of all optimizers; while there are none, of losses."""
@@ -120,6 +124,13 @@ class Facts:
         if not self.optimizers:
             there = [leaf() for leaf in self.leaves.values()]
             yield from (leaf for leaf in there if leaf is not None)
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of a parameter: its own, or what `torch.autograd.grad` has returned."""
+        if parameter.grad is not None:
+            return parameter.grad
+        given = self.given.get(id(parameter))
+        return None if given is None else given()
 
     def gradients_in(self, written: Any) -> set[int]:
         """The addresses of gradients among what an operator writes: a tensor, or several."""
@@ -161,6 +172,7 @@ class Facts:
         self.flats.clear()
         self.reduced, self.reducers = {}, ()
         self.was_awaited = True
+        self.given, self.used = {}, {}
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -91,6 +91,7 @@ class _Operators(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._watch.writes(func, args)
         result = func(*args, **(kwargs or {}))
         self._watch.operator(func, args, kwargs or {}, result)
         return result

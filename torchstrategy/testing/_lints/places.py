@@ -6,7 +6,9 @@ import ast
 import functools
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -48,8 +50,27 @@ class Place(NamedTuple):
         return "\n".join(lines[start - 1 : end])
 
 
+class _Standing(threading.local):
+    place: Place | None = None
+
+
+_standing = _Standing()
+
+
+@contextmanager
+def standing_at(place: Place) -> Iterator[None]:
+    """A block that is about what this thread has done at an earlier line."""
+    before, _standing.place = _standing.place, place
+    try:
+        yield
+    finally:
+        _standing.place = before
+
+
 def here() -> Place:
     """The innermost line that is neither torch's nor this library's."""
+    if _standing.place is not None:
+        return _standing.place
     return Place(*next(iter(places_of_the_user()), ("", 0)))
 
 

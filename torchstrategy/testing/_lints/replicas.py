@@ -17,6 +17,7 @@ from torchstrategy.testing._lints.copies import Copies, Named, Parted, Way, snap
 from torchstrategy.testing._lints.facts import Facts, Model, address_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks, named_ranks, some
 from torchstrategy.testing._lints.fingerprints import Fingerprint, can_be_read, fingerprint, number_of
+from torchstrategy.testing._lints.left_out import LeftOut
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.modules import longest_names, nameless
 from torchstrategy.testing._lints.multiplied_apart import multiplied_apart
@@ -51,7 +52,7 @@ class Replicas(Lint):
         self._copies: dict[tuple[Any, ...], Copies] = {}
         self._owners: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Copies]] = {}  # by rank and id
         self._shared: dict[tuple[int, int], _Shared] = {}  # by rank and address
-        self._names: dict[tuple[Any, ...], str] = {}  # of single parameters, by the key of their copies
+        self._left_out = LeftOut()
         self._optimizers: dict[int, weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = defaultdict(
             weakref.WeakKeyDictionary
         )
@@ -118,6 +119,8 @@ class Replicas(Lint):
             )
             made = snapshot(facts, copies.named[facts.rank](), True, way)
             copies.add(facts.rank, copies.steps[facts.rank], made)
+        if any(copies.late is not None for copies in there):
+            self._left_out.stepped(facts, self._singles(facts, optimizer))
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -138,7 +141,9 @@ class Replicas(Lint):
         wrong = self._of_a_wrong_group([members for members in grouped.values() if members[0][1].step == 0])
         if wrong is not None:
             return [finding("reduced-over-wrong-group", *wrong)]
-        return [self._finding(members) for members in grouped.values()] + self._partial()
+        found = [self._finding(members) for members in grouped.values()] + self._partial()
+        has_parts = self._has_parts or any(copies.began_apart for copies in self._copies.values())
+        return found if has_parts else [*found, self._left_out.finding(list(self._copies.values()))]
 
     def have_parted(self, key: tuple[Any, ...]) -> bool:
         """Whether the copies with a key have parted after some step, even if they came together again."""
@@ -168,6 +173,7 @@ class Replicas(Lint):
         if loss is None or not math.isfinite(loss) or loss.is_integer():  # a constant is alike without a reason
             return []
         late = [(copies, copies.late) for copies in guesses if copies.late is not None and not copies.is_over]
+        late = [(copies, parted) for copies, parted in late if parted.step == 1]
         if not late:
             return []
         apart = multiplied_apart(parted for _, parted in late)
@@ -252,9 +258,14 @@ class Replicas(Lint):
         known = self._optimizers[facts.rank]
         return known.setdefault(optimizer, len(known))
 
+    def _singles(self, facts: Facts, optimizer: torch.optim.Optimizer) -> dict[int, Copies]:
+        """The copies of parameters of an optimizer that no wrapper has, by the id of the parameter."""
+        both = ((one, self._owners.get((facts.rank, id(one)))) for one in parameters_of(optimizer))
+        return {id(one): known[1] for one, known in both if known is not None and not known[1].is_wrapped}
+
     def _shared_copies(self, facts: Facts, parameter: torch.Tensor) -> Copies | None:
         """The copies of a parameter that the program has broadcast, or whose gradient it has reduced."""
-        for tensor in (parameter, parameter.grad):
+        for tensor in (parameter, facts.gradient_of(parameter)):
             shared = self._shared_at(facts, tensor)
             if shared is not None and len(shared.ranks) > 1:
                 copies = self._single(facts, parameter, shared.key, shared.ranks)

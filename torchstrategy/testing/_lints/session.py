@@ -19,6 +19,7 @@ from torchstrategy.testing._lints.captured_rates import CapturedRates
 from torchstrategy.testing._lints.checkpoints import Checkpoints
 from torchstrategy.testing._lints.clipped_alone import ClippedAlone
 from torchstrategy.testing._lints.clipping import Clipping
+from torchstrategy.testing._lints.copies import gradient_used
 from torchstrategy.testing._lints.divided import Divided
 from torchstrategy.testing._lints.divided_rows import DividedRows
 from torchstrategy.testing._lints.dropped import Dropped
@@ -51,8 +52,9 @@ from torchstrategy.testing._lints.one_sided import OneSided
 from torchstrategy.testing._lints.opponents import Opponents
 from torchstrategy.testing._lints.orphans import Orphans
 from torchstrategy.testing._lints.outputs import Outputs
+from torchstrategy.testing._lints.own_steps import WRITES, OwnStep
 from torchstrategy.testing._lints.padding import Padding
-from torchstrategy.testing._lints.places import way_here
+from torchstrategy.testing._lints.places import here, standing_at, way_here
 from torchstrategy.testing._lints.positives import Positives
 from torchstrategy.testing._lints.process_groups import ProcessGroups
 from torchstrategy.testing._lints.recomputed import Recomputed
@@ -165,6 +167,7 @@ class Session:
         for lint in self._lints:
             for func, seen in lint.operators().items():
                 self._seen.setdefault(func, []).append((lint, seen))
+        self._own: dict[int, OwnStep] = {}  # of ranks that have no optimizer of torch
         self._failures: list[Finding | None] = []
         self._open: dict[int, list[int]] = defaultdict(list)  # the optimizers of a rank that are making a step
         self._gradients_before: dict[int, dict[int, tuple[int, int]]] = {}
@@ -198,7 +201,21 @@ class Session:
 
     def operators(self) -> frozenset[Any]:
         """The operators of which it has to be told."""
-        return frozenset(self._seen)
+        return WRITES.union(self._seen)
+
+    def writes(self, rank: int, target: Any) -> None:
+        """An operator of `WRITES` is going to run, on a tensor or on several."""
+        facts, own = self.facts(rank), self._own.get(rank)
+        if own is None or facts.optimizers or self._open[rank]:
+            return
+        parameters = own.written(target)
+        if not parameters:
+            return
+        if own.place is None:
+            facts.stepping = own.optimizer
+            self._each(lambda lint: lint.steps(facts, own.optimizer))
+        own.place = here()
+        facts.used |= {id(one): gradient_used(facts, one) for one in parameters}
 
     def operator(self, rank: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """An operator has run."""
@@ -214,6 +231,8 @@ class Session:
                     follower.operator(facts, func, args, kwargs, result)
             except Exception as error:
                 self.loses(follower, error)
+        if rank in self._own and self._own[rank].is_complete:
+            self._ends_own_step(facts)
 
     def made(self, rank: int, wrapped: Any) -> None:
         """A model of `DistributedDataParallel` was made."""
@@ -231,6 +250,7 @@ class Session:
         model = next((one for one in facts.models if one.model() is wrapped), None)
         if model is None or not is_training:
             return
+        self._ends_own_step(facts)
         facts.called.add(model.key)
         if is_synchronized:
             facts.synchronized.add(model.key)
@@ -287,9 +307,14 @@ class Session:
         self.facts(rank).optimizers.add(optimizer)
         self._each(lambda lint: lint.has_optimizer(self.facts(rank), optimizer))
 
+    def has_optimizers(self, rank: int) -> bool:
+        """Whether a rank has an optimizer of torch."""
+        return bool(self.facts(rank).optimizers)
+
     def goes_back(self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool) -> Backward:
         """`backward` is called; returns what `went_back` is given."""
         facts = self.facts(rank)
+        self._ends_own_step(facts)
         facts.clipped = {}  # what hooks reduce while `backward` runs was not clipped
         self._each(lambda lint: lint.goes_back(facts, losses))
         if not facts.optimizers:
@@ -311,6 +336,14 @@ class Session:
         facts.addresses = set(facts.gradients.values())
         facts.factors = {}
         self._each(lambda lint: lint.went_back(facts))
+        if not facts.optimizers:
+            own = self._own.setdefault(rank, OwnStep(facts))
+            own.waits_for([one for one in facts.parameters() if id(one) in call.changed])
+
+    def gave_gradients(self, rank: int, parameters: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
+        """`torch.autograd.grad` has returned gradients."""
+        both = zip(parameters, gradients, strict=True)
+        self.facts(rank).given |= {id(one): weakref.ref(its) for one, its in both if its is not None}
 
     def scheduled(self, rank: int, scheduler: Any) -> None:
         """A scheduler of learning rates was made, or was stepped."""
@@ -318,6 +351,7 @@ class Session:
 
     def zeroed(self, rank: int) -> None:
         """Gradients are set to zero."""
+        self._ends_own_step(self.facts(rank))
         self._each(lambda lint: lint.zeroed(self.facts(rank)))
         self.facts(rank).backwards.clear()
 
@@ -348,10 +382,7 @@ class Session:
             return
         del running[running.index(id(optimizer)) :]
         if not running:
-            facts.stepping = None
-            self._each(lambda lint: lint.stepped(facts, optimizer))
-            facts.steps += 1
-            facts.forget()
+            self._has_stepped(facts, optimizer)
 
     @contextmanager
     def scaled_step(self, rank: int) -> Iterator[None]:
@@ -374,6 +405,21 @@ class Session:
         """The rows of a batch are drawn."""
         self._each(lambda lint: lint.drew(self.facts(rank), loader, rows))
 
+    def _ends_own_step(self, facts: Facts) -> None:
+        """What comes now is after a step of the program's own, if it has begun one."""
+        own = self._own.get(facts.rank)
+        if own is None or own.place is None:
+            return
+        with standing_at(own.place):
+            self._has_stepped(facts, own.optimizer)
+        own.ends()
+
+    def _has_stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        facts.stepping = None
+        self._each(lambda lint: lint.stepped(facts, optimizer))
+        facts.steps += 1
+        facts.forget()
+
     def _each(self, tell: Callable[[Lint], Any]) -> None:
         """Tells each lint something."""
         for lint in self._lints:
@@ -393,7 +439,7 @@ def _gradients(facts: Facts) -> dict[int, tuple[int, int]]:
     """The address and the version of each gradient, by the id of its parameter."""
     found = {}
     for parameter in facts.parameters():
-        gradient = parameter.grad
+        gradient = facts.gradient_of(parameter)
         if gradient is not None and gradient.layout is torch.strided and not gradient.is_inference():
             found[id(parameter)] = address_of(gradient), gradient._version
     return found

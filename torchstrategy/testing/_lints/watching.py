@@ -23,6 +23,7 @@ from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import fingerprint, number_of
 from torchstrategy.testing._lints.gradient_hooks import replaced as replaced_for_hooks
 from torchstrategy.testing._lints.lost_ties import replaced as replaced_for_ties
+from torchstrategy.testing._lints.own_steps import WRITES
 from torchstrategy.testing._lints.session import Session
 from torchstrategy.testing._lints.torch_internals import (
     LoaderIterator,
@@ -90,6 +91,11 @@ class Watch:
         self._here.known = world, made
         return made
 
+    def writes(self, func: Any, args: Any) -> None:
+        """An operator is going to run on this thread."""
+        if func in WRITES and not is_unwatched():
+            self._say("writes", current_rank(), args[0])
+
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """An operator has run on this thread."""
         if func not in self._operators and not any(session.follows for session in self._sessions):
@@ -133,6 +139,7 @@ class Watch:
         return [
             *[(owner, name, self._after(getattr(owner, name), self._synchronized)) for owner, name in waits],
             (autograd, "backward", self._backward(autograd.backward)),
+            (autograd, "grad", self._grad(autograd.grad)),
             (wrapped, "__init__", self._after(wrapped.__init__, self._made)),
             (wrapped, "forward", self._before(wrapped.forward, self._calls)),
             (optimizer, "__init__", self._after(optimizer.__init__, self._has_optimizer)),
@@ -319,6 +326,29 @@ class Watch:
             if call is not None:
                 self._tell("went_back", call)
             return result
+
+        return told
+
+    def _grad(self, grad: Method) -> Method:
+        @functools.wraps(grad)
+        def told(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            session, losses, parameters = self.session(), _listed(outputs), _listed(inputs)
+            # Gradients of a graph of gradients, or of rows, are for a loss and not for a step.
+            is_for_a_step = not args and not kwargs.get("create_graph") and len(losses) == 1 and len(parameters) > 1
+            is_for_a_step = is_for_a_step and all(_is_tensor(one) and one.is_leaf for one in parameters)
+            has_others = session is None or session.has_optimizers(current_rank())
+            if self._here.depth or has_others or not is_for_a_step:
+                return grad(outputs, inputs, *args, **kwargs)
+            call = self._tell("goes_back", losses, not kwargs.get("retain_graph"))
+            self._here.depth += 1
+            try:
+                gradients = grad(outputs, inputs, *args, **kwargs)
+            finally:
+                self._here.depth -= 1
+            if call is not None:
+                self._tell("gave_gradients", parameters, gradients)
+                self._tell("went_back", call)
+            return gradients
 
         return told
 

@@ -198,7 +198,7 @@ class _Run:
             streams = block.enter_context(record_streams(check=False))
             block.enter_context(observing(self.observer))
             watch = Watch()
-            self.observer.also = watch.operator
+            self.observer.before, self.observer.also = watch.writes, watch.operator
             block.enter_context(watch.watching())
             block.enter_context(_spawning(self._spawn))
             block.enter_context(_starting_nothing())

@@ -54,10 +54,13 @@ class Observer(TorchDispatchMode):
     def __init__(self, most_steps: int | None, progress: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = Observations()
+        self.before: Callable[..., None] | None = None  # called with each operator and its arguments before it runs
         self.also: Callable[..., None] | None = None  # called with each operator, its arguments and its result
         self._most_steps, self._progress = most_steps, progress
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.before is not None:
+            self.before(func, args)
         result = func(*args, **(kwargs or {}))
         options = kwargs or {}
         if func is _aten.copy_.default:
