@@ -152,6 +152,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "mixed_scales",
             "modes",
             "noise",
+            "old_copies",
             "one_sided",
             "opponents",
             "orphans",

@@ -362,3 +362,299 @@ RIGHT = [
 @pytest.mark.parametrize("program", RIGHT)
 def test_a_right_program_is_left_alone(program: Callable[[int], None]) -> None:
     assert lints(program) == []
+
+
+# Gradients that are reduced in one flat tensor
+
+
+def flat_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def parts_of(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    start = 0
+    for one in like:
+        yield flat[start : start + one.numel()].view_as(one)
+        start += one.numel()
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_weights_that_differ_are_named_where_a_flat_tensor_is_reduced(is_right: bool) -> None:
+    """Neither the gradients of `torch.autograd.grad` nor any `.grad` have what ranks have in common."""
+
+    def program(rank: int) -> None:
+        model = make_model(0 if is_right else rank)
+        parameters = list(model.parameters())
+        for rows in rows_of(rank):
+            flat = flat_of(torch.autograd.grad(loss_of(model, rows), parameters))
+            dist.all_reduce(flat)
+            flat /= RANKS
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, parts_of(flat, parameters), strict=True):
+                    parameter.sub_(RATE * gradient)
+
+    assert lints(program) == ([] if is_right else ["weights-differ"])
+
+
+@pytest.mark.parametrize(
+    ("of_loss", "of_flat", "names"),
+    [
+        (2, RANKS, []),
+        (1, RANKS * 2, []),
+        (2, RANKS * 2, ["loss-divided-twice"]),
+        (1, RANKS, ["loss-not-divided"]),
+        (2, 1, ["loss-not-divided"]),
+        (1, 1, ["loss-not-divided"]),
+    ],
+)
+@pytest.mark.parametrize("is_copied_back", [False, True])
+@pytest.mark.parametrize("is_divided_first", [False, True])
+def test_a_flat_tensor_is_divided(
+    of_loss: int, of_flat: int, names: list[str], is_copied_back: bool, is_divided_first: bool
+) -> None:
+    """Two micro-batches on two ranks. What the flat tensor is divided by counts as a divisor of the gradients."""
+
+    def program(rank: int) -> None:
+        model = make_model()
+        parameters = list(model.parameters())
+        optimizer = torch.optim.SGD(parameters, RATE) if is_copied_back else None
+        for at, rows in enumerate(rows_of(rank, 8)):
+            (loss_of(model, rows) / of_loss).backward()
+            if not at % 2:
+                continue
+            flat = flat_of(gradients_of(parameters))
+            if is_divided_first:
+                flat.div_(of_flat)
+            dist.all_reduce(flat)
+            if not is_divided_first:
+                flat.div_(of_flat)
+            if optimizer is not None:
+                for parameter, gradient in zip(parameters, parts_of(flat, parameters), strict=True):
+                    parameter.grad.copy_(gradient)  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, parts_of(flat, parameters), strict=True):
+                    parameter.sub_(RATE * gradient)
+                    parameter.grad = None
+
+    assert lints(program) == names
+
+
+@pytest.mark.parametrize("of_loss", [1, 2])
+@pytest.mark.parametrize("of_gradient", [1, 2, 4])
+def test_micro_batches_and_a_sum_over_ranks(of_loss: int, of_gradient: int) -> None:
+    """With as many ranks as micro-batches, a right program was said to divide twice."""
+
+    def program(rank: int) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        for at, rows in enumerate(rows_of(rank, 8)):
+            (loss_of(model, rows) / of_loss).backward()
+            if at % 2:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= of_gradient  # type: ignore[operator]
+                optimizer.step()
+                optimizer.zero_grad()
+
+    share = of_loss * of_gradient  # of the four losses
+    names = {1: ["loss-not-divided"], 2: ["loss-not-divided"], 4: [], 8: ["loss-divided-twice"]}
+    assert lints(program) == names[share]
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_means_over_other_numbers_that_are_divided_by_the_ranks(is_right: bool) -> None:
+    """Each rank has other numbers of labelled rows, and its loss is divided by the ranks before gradients are added."""
+
+    def program(rank: int) -> None:
+        model, labelled = make_model(), 4 + 8 * rank
+        parameters = list(model.parameters())
+        total = torch.tensor(float(labelled))
+        dist.all_reduce(total)
+        for rows in rows_of(rank):
+            outputs, targets = model(rows[:labelled]), torch.zeros(labelled, dtype=torch.long)
+            if is_right:
+                loss = nn.functional.cross_entropy(outputs, targets, reduction="sum") / total
+            else:
+                loss = nn.functional.cross_entropy(outputs, targets) / RANKS
+            gradients = torch.autograd.grad(loss, parameters)
+            reduce(gradients, are_divided=False)
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter -= RATE * gradient
+
+    assert lints(program) == ([] if is_right else ["mean-of-means"])
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_a_second_job_whose_state_one_rank_alone_has_loaded(is_right: bool) -> None:
+    """It broadcasts its weights after the steps of the first job, which are no averaging of its own weights."""
+
+    def trains(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        for rows in rows_of(rank, 8):
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()
+            reduce([one.grad for one in model.parameters()])
+            optimizer.step()
+
+    def program(rank: int) -> None:
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters(), RATE)
+        trains(model, optimizer, rank)
+        states = model.state_dict(), optimizer.state_dict()
+        model = make_model(1)
+        optimizer = torch.optim.Adam(model.parameters(), RATE)
+        if rank == 0 or is_right:
+            model.load_state_dict(states[0])
+            optimizer.load_state_dict(states[1])
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+        trains(model, optimizer, rank)
+
+    assert lints(program) == ([] if is_right else ["replicas-part"])
+
+
+# Copies of parameters
+
+
+class Prompt(nn.Module):
+    def __init__(self, is_copied_once: bool) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(4, generator=torch.Generator().manual_seed(0)))
+        self.copy = self.prompt.to(torch.float64).float() if is_copied_once else None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + (self.prompt.clone() if self.copy is None else self.copy)
+
+
+@pytest.mark.parametrize("is_copied_once", [False, True])
+def test_a_copy_of_a_parameter_that_is_made_once_is_named(is_copied_once: bool) -> None:
+    """Its gradient comes to the parameter in each step, and the loss never sees what the optimizer writes."""
+
+    def program() -> None:
+        model = Prompt(is_copied_once)
+        optimizer = torch.optim.SGD([model.prompt], 0.1)
+        for rows in rows_of(0):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+
+    assert names_of(program) == (["copied-before-the-step"] if is_copied_once else [])
+
+
+def test_views_that_are_made_once_are_no_copies() -> None:
+    def program() -> None:
+        weight = nn.Parameter(torch.randn(3, 4))
+        shown = weight.view(-1)[2:].narrow(0, 0, 8).view(2, 4)  # changes with the parameter
+        optimizer = torch.optim.SGD([weight], 0.1)
+        for rows in rows_of(0):
+            optimizer.zero_grad()
+            (rows + shown.sum()).square().mean().backward()
+            optimizer.step()
+
+    assert names_of(program) == []
+
+
+# Rows that are taken by their numbers
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+@pytest.mark.parametrize("selects", [False, True])
+def test_parts_of_an_order_that_each_rank_draws_itself(is_right: bool, selects: bool) -> None:
+    """The rows have one number each, which two rows may have in common."""
+    table = torch.arange(512) % 40
+
+    def program(rank: int) -> None:
+        model = DistributedDataParallel(nn.Embedding(40, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(rank)
+        order = torch.Generator().manual_seed(7 if is_right else rank)
+        for _ in range(2):
+            mine = torch.randperm(len(table), generator=order)[rank::RANKS]
+            for numbers in mine.split(16):
+                rows = table.index_select(0, numbers) if selects else table[numbers]
+                optimizer.zero_grad()
+                model(rows).square().mean().backward()
+                optimizer.step()
+
+    assert lints(program) == ([] if is_right else ["same-rows"])
+
+
+@pytest.mark.parametrize("memory", ["each its own", "drawn again"])
+def test_rows_of_a_memory_that_are_drawn_at_random_are_left_alone(memory: str) -> None:
+    def program(rank: int) -> None:
+        model = DistributedDataParallel(nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        own = torch.Generator().manual_seed(rank)
+        kept = torch.randn(2000, 4, generator=own if memory == "each its own" else torch.Generator().manual_seed(0))
+        for _ in range(60):
+            numbers = torch.randint(len(kept), (16,), generator=own)
+            optimizer.zero_grad()
+            model(kept[numbers]).square().mean().backward()
+            optimizer.step()
+
+    assert lints(program) == []
+
+
+# Rows of two views, beside those of all ranks
+
+
+class Gather(torch.autograd.Function):
+    is_right = True
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = [torch.empty_like(rows) for _ in range(RANKS)]
+        dist.all_gather(found, rows.contiguous())
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        together = torch.stack(gradients)
+        dist.all_reduce(together)
+        return together[dist.get_rank()]
+
+
+class Slice(Gather):
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[dist.get_rank()].clone()
+
+
+@pytest.mark.parametrize("gather", [Gather, Slice])
+def test_rows_of_two_views_are_compared_with_those_of_all_ranks(gather: Any) -> None:
+    def program(rank: int) -> None:
+        model = DistributedDataParallel(make_model())
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        for rows in rows_of(rank):
+            first, second = model(torch.cat([rows, rows + 0.1])).split(len(rows))
+            keys = torch.cat([torch.cat(gather.apply(first)), torch.cat(gather.apply(second))])
+            targets = torch.arange(len(rows)) + (RANKS + rank) * len(rows)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(first @ keys.T, targets).backward()
+            optimizer.step()
+
+    assert lints(program) == ([] if gather is Gather else ["gradient-not-sent-back"])
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_sums_of_micro_batches_that_are_divided_by_the_tokens_of_all_ranks(is_right: bool) -> None:
+    def program(rank: int) -> None:
+        model = DistributedDataParallel(make_model())
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        batches = list(rows_of(rank, 8))
+        for first, second in zip(batches[::2], batches[1::2], strict=True):
+            masks = [batch[:, 0] > -0.5 for batch in (first, second)]
+            count = sum(mask.sum() for mask in masks).float()  # type: ignore[union-attr]
+            dist.all_reduce(count)
+            for at, (batch, mask) in enumerate(zip((first, second), masks, strict=True)):
+                model.require_backward_grad_sync = at == 1
+                targets = torch.where(mask, 1, -100)
+                total = nn.functional.cross_entropy(model(batch), targets, reduction="sum")
+                (total * RANKS / count if is_right else total / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert lints(program) == ([] if is_right else ["loss-divided-twice"])

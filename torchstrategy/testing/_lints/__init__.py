@@ -16,6 +16,7 @@ facts            what each rank has done since its last step
 lint             what every lint is told
 failures         lints that end with an error of their own
 left_out         gradients that a program leaves out when it reduces those of other parameters
+old_copies       copies of parameters that were made before the last steps, and with which losses are computed
 own_steps        steps that a program makes itself, without an optimizer of torch
 tracks           parameters at the same position of an optimizer in several ranks
 copies           copies of tensors that ranks have to keep alike

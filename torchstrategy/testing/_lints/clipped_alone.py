@@ -43,7 +43,8 @@ class ClippedAlone(Lint):
         if not clipped or is_of_torch or told.kind not in ("all_reduce", "reduce_scatter"):
             return
         for tensor in told.gives:
-            parts = facts.flats.get(tensor) or {address_of(tensor)}
+            flat = facts.flats.get(tensor)
+            parts = [address_of(tensor)] if flat is None else list(flat.parts)
             found = next((clipped[address] for address in parts if address in clipped), None)
             if found is not None and facts.steps < _MOST_STEPS:
                 reduced = _Reduced(found, here())

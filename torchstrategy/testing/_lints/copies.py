@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy.testing._lints.facts import Factor, Facts
+from torchstrategy.testing._lints.facts import Factor, Facts, address_of
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint, of_sparse
 from torchstrategy.testing._lints.places import Place, here
 
@@ -85,7 +85,9 @@ def gradient_used(facts: Facts, parameter: torch.Tensor) -> Used:
     gradient = facts.gradient_of(parameter)
     if gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.sparse_coo:
         return Used(*of_sparse(gradient), None)
-    return Used(fingerprint(gradient), None, facts.multiplied(gradient))
+    # The step is made with what is in the flat tensor.
+    numbers = None if address_of(gradient) in facts.apart else fingerprint(gradient)
+    return Used(numbers, None, facts.multiplied(gradient))
 
 
 def snapshot(facts: Facts, named: Named, with_gradients: bool, way: Way) -> Snapshot:
@@ -149,6 +151,8 @@ class Copies:
         wrapped_at: Where that was.
         reduced_at: Where a collective of the program has reduced their gradients; None if none has.
         named: Finds the tensors of a rank, by name.
+        steps: How many steps a rank has made with them.
+        begun_after: How many steps a rank had made before it made the first one with them.
     """
 
     key: tuple[Any, ...]
@@ -162,6 +166,7 @@ class Copies:
     reduced_at: Place | None = None
     named: dict[int, Callable[[], Named]] = field(default_factory=dict)
     steps: Counter[int] = field(default_factory=Counter)
+    begun_after: dict[int, int] = field(default_factory=dict)
     parted: Parted | None = None
     is_over: bool = False  # nothing more is to be compared
     began_alike: bool = False

@@ -63,6 +63,22 @@ class Factor(NamedTuple):
 
 @final
 @dataclass
+class Flat:
+    """A tensor in which the program has put gradients together.
+
+    Attributes:
+        parts: Their addresses, in order.
+        number: By what it was multiplied before it was reduced; None if nobody knows.
+        is_reduced: Whether it was: what is done to it after that is done to the gradients.
+    """
+
+    parts: dict[int, None]
+    number: float | None = 1.0
+    is_reduced: bool = False
+
+
+@final
+@dataclass
 class Facts:
     """What one rank has done, or a program without ranks, which is rank -1.
 
@@ -85,9 +101,10 @@ class Facts:
         addresses: All of these addresses.
         factors: By what gradients were multiplied since then, by their address.
         clipped: By what `clip_grad_norm_` multiplied them, which `factors` leaves out.
-        flats: What the program has put together of gradients, as one tensor: the addresses of these.
+        flats: What the program has put together of gradients, as one tensor.
         reduced: How gradients were reduced by collectives of the program, by their address.
         reducers: Among whom that was.
+        apart: The addresses of gradients that were reduced in a flat tensor, and that are as they were.
         was_awaited: Whether the step has read no gradient that a collective has still to write.
         given: What `torch.autograd.grad` has returned, by the id of the parameter, where there is no optimizer.
         used: With what gradients a step of the program's own has changed parameters, by their id.
@@ -110,9 +127,10 @@ class Facts:
     addresses: set[int] = field(default_factory=set)
     factors: dict[int, Factor] = field(default_factory=dict)
     clipped: dict[int, Factor] = field(default_factory=dict)
-    flats: Known[set[int]] = field(default_factory=Known)
+    flats: Known[Flat] = field(default_factory=Known)
     reduced: dict[int, str] = field(default_factory=dict)
     reducers: tuple[int, ...] = ()
+    apart: set[int] = field(default_factory=set)
     was_awaited: bool = True
     given: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     used: dict[int, Any] = field(default_factory=dict)
@@ -132,15 +150,42 @@ class Facts:
         given = self.given.get(id(parameter))
         return None if given is None else given()
 
+    def address_of_gradient(self, parameter: torch.Tensor) -> int:
+        """Where its gradient is, or was: a program may keep what it has put together of gradients alone."""
+        is_given = parameter.grad is None and id(parameter) in self.given
+        return self.gradients.get(id(parameter), 0) if is_given else address_of(parameter.grad)
+
     def gradients_in(self, written: Any) -> set[int]:
         """The addresses of gradients among what an operator writes: a tensor, or several."""
         return self.addresses.intersection(addresses_of(written)) - {0}
 
     def puts_together(self, flat: torch.Tensor, parts: Sequence[Any]) -> None:
         """Notes which gradients a tensor has copies of: some parts were written beside each other."""
-        gradients = self.gradients_in(parts)
+        gradients = [address for address in addresses_of(parts) if address in self.addresses and address]
         if gradients and self.stepping is None:
-            self.flats.put(flat, gradients | (self.flats.get(flat) or set()))
+            before = self.flats.get(flat)
+            self.flats.put(flat, Flat(({} if before is None else before.parts) | dict.fromkeys(gradients)))
+
+    def reduces(self, tensor: torch.Tensor, detail: str, ranks: Sequence[int], place: Place) -> None:
+        """A collective of the program reduces a tensor: gradients, maybe."""
+        address, flat = address_of(tensor), self.flats.get(tensor)
+        if address in self.addresses:
+            self.reduced[address] = detail
+        elif flat is not None:
+            self.reduced |= dict.fromkeys(flat.parts, detail)
+            flat.is_reduced = True
+            self.apart |= flat.parts.keys()
+            if flat.number != 1:
+                self.multiplies(flat.parts, flat.number, place)
+        else:
+            return
+        self.reducers = tuple(ranks)
+
+    def multiplies(self, gradients: Iterable[int], number: float | None, place: Place) -> None:
+        """The program multiplies gradients, given by their addresses; by None: nobody knows by what."""
+        for address in gradients:
+            before = self.factor_at(address)
+            self.factors[address] = Factor(None if number is None or before is None else before * number, place)
 
     def factor_at(self, address: int) -> float | None:
         """By what number the program has multiplied a gradient, apart from clipping; None if nobody knows."""
@@ -170,7 +215,7 @@ class Facts:
         self.gradients, self.addresses = {}, set()
         self.factors, self.clipped = {}, {}
         self.flats.clear()
-        self.reduced, self.reducers = {}, ()
+        self.reduced, self.reducers, self.apart = {}, (), set()
         self.was_awaited = True
         self.given, self.used = {}, {}
 

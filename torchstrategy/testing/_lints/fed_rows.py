@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, Model
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.fingerprints import has_ordinary_numbers, numbers_of
-from torchstrategy.testing._lints.known import is_plain
+from torchstrategy.testing._lints.fingerprints import can_be_read, fingerprint, has_ordinary_numbers, numbers_of
+from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.orders import are_of_other_orders, without_repeats
 from torchstrategy.testing._lints.places import Place, here
@@ -50,12 +50,14 @@ class FedRows(Lint):
         self._rows: dict[_Feed, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self._most: Counter[_Feed] = Counter()  # the most rows that a step brings
         self._hashed: Counter[int] = Counter()  # rows, by rank
+        self._tables: dict[int, Known[tuple[int, int]]] = defaultdict(Known)  # the version and the numbers of tables
         self._companions: tuple[int, ...] = ()
         self._has_numbers = False
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        return {_aten._to_copy.default: self._copies}
+        chooses: dict[Any, Seen] = {_aten.index.Tensor: self._chooses, _aten.index_select.default: self._selects}
+        return {_aten._to_copy.default: self._copies, **chooses}
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
@@ -108,20 +110,48 @@ class FedRows(Lint):
         if facts.size > 1 and not is_weight and given.device.type == "cpu" and result.device != given.device:
             self._feeds(facts, given)
 
+    def _chooses(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        if len(args[1]) == 1 and args[1][0] is not None:
+            self._takes(facts, args[0], args[1][0])
+
+    def _selects(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        if args[1] == 0:
+            self._takes(facts, args[0], args[2])
+
+    def _takes(self, facts: Facts, table: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Rows of a table are taken by their numbers. It counts if all ranks have this table."""
+        is_data = facts.size > 1 and not isinstance(table, nn.Parameter) and not table.requires_grad
+        are_rows = numbers.dim() == 1 and numbers.dtype is torch.int64 and can_be_read(numbers)
+        if not is_data or not are_rows or not table.dim() or len(numbers) >= len(table) or not can_be_read(table):
+            return
+        known = self._tables[facts.rank].get(table)
+        if known is None or known[0] != table._version:
+            known = table._version, hash(fingerprint(table))
+            self._tables[facts.rank].put(table, known)
+        if self._is_asked(facts, numbers):
+            rows = numbers_of(numbers)
+            with unwatched(), without_modes():
+                self._note(facts, [hash((known[1], row)) for row in rows.tolist()])
+
+    def _is_asked(self, facts: Facts, rows: torch.Tensor) -> bool:
+        is_full = self._hashed[facts.rank] > _MOST_HASHED
+        is_of_a_step = not self._has_numbers and facts.stepping is None
+        return is_of_a_step and not is_full and 2 <= len(rows) <= _MOST_OF_A_STEP
+
     def _feeds(self, facts: Facts, tensor: torch.Tensor) -> None:
-        if self._has_numbers or facts.stepping is not None or not is_plain(tensor) or tensor.dim() < 2:
+        if not is_plain(tensor) or tensor.dim() < 2 or not self._is_asked(facts, tensor):
             return
-        if not 2 <= len(tensor) <= _MOST_OF_A_STEP or self._hashed[facts.rank] > _MOST_HASHED:
-            return
-        if math.prod(tensor.shape[1:]) < _FEWEST_NUMBERS or not has_ordinary_numbers(tensor):
-            return
+        if math.prod(tensor.shape[1:]) >= _FEWEST_NUMBERS and has_ordinary_numbers(tensor):
+            self._note(facts, _hashes(tensor))
+
+    def _note(self, facts: Facts, rows: list[int]) -> None:
         place = here()
         counts = self._counts[facts.rank]
         feed = _Feed(place, counts[place])
         counts[place] += 1
         if len(self._rows[feed][facts.rank]) < _MOST_ROWS:
-            self._hashed[facts.rank] += len(tensor)
-            self._since[facts.rank][feed] = _hashes(tensor)
+            self._hashed[facts.rank] += len(rows)
+            self._since[facts.rank][feed] = rows
 
 
 def _hashes(tensor: torch.Tensor) -> list[int]:

@@ -118,17 +118,19 @@ class Means(Lint):
         several = accumulated(calls) or calls
         factor, micro = factor_of(several) if several else None, len(several)
         weight = factor_of_gradients(facts, several) if several else None
-        if factor is None or abs(factor * micro - 1) > 1e-6 or weight is None:
+        ranks, is_summed = ranks_of(facts, several) if several else (0, False)
+        of_ranks = ranks if is_summed and weight == 1 else 1  # a loss that is divided by the ranks, for a sum over them
+        if factor is None or abs(factor * micro * of_ranks - 1) > 1e-6 or weight is None:
             return
         counts = tuple(term.over for call in several for term in call.terms if term.is_mean)
         if None in counts or facts.steps >= _MOST_STEPS:
             return
-        place, ranks = several[-1].place, facts.companions()
+        place, companions = several[-1].place, facts.companions()
         if accumulated(calls) and len(counts) == micro:
             self._accumulated[place].append(counts)
-        if len(ranks) > 1:
+        if len(companions) > 1:
             # Of several tasks, ranks may add the losses in other orders, each in that of its own rows.
-            self._losses[facts.steps][facts.rank] = _Brought(_known(counts), place, ranks, weight)
+            self._losses[facts.steps][facts.rank] = _Brought(_known(counts), place, companions, weight)
 
     def _steps_with_a_sum(self, facts: Facts, calls: Sequence[Backward]) -> None:
         """Notes by how many numbers a rank has divided sums to have means: the losses of a step."""
@@ -150,20 +152,22 @@ class Means(Lint):
     def _steps_with_a_total(self, facts: Facts, calls: Sequence[Backward]) -> None:
         """Notes by how many numbers of all ranks a rank has divided a sum, of which the ranks take the mean."""
         reduced, sums = self._reduced.pop(facts.rank, []), []
-        if len(calls) == 1 and reduced and facts.steps < _MOST_STEPS:
-            sums = [term for term in calls[0].terms if term.summed is not None and term.divisors]
+        calls = accumulated(calls) or (calls if len(calls) == 1 else [])
+        if calls and reduced and facts.steps < _MOST_STEPS:
+            sums = [term for call in calls for term in call.terms if term.summed is not None and term.divisors]
         # More than one divisor: of the number of micro-batches, say.
-        term = next((one for one in sums if len(one.divisors) == 1), None)
-        ranks, is_summed = ranks_of(facts, calls)
-        if term is None or term.summed is None or ranks < 2 or is_summed or factor_of_gradients(facts, calls) != 1:
+        terms = [one for one in sums if len(one.divisors) == 1]
+        divisors = {divisor for one in terms for divisor in one.divisors}
+        ranks, is_summed = ranks_of(facts, calls) if calls else (0, False)
+        if len(divisors) != 1 or ranks < 2 or is_summed or factor_of_gradients(facts, calls) != 1:
             return
-        (divisor,) = term.divisors
+        divisor, summed = divisors.pop(), [one.summed for one in terms if one.summed is not None]
         if any(ranks in one.multipliers for one in sums if one.divisors[-1] == divisor):
             return  # the program knows of the mean over ranks: the others may be of weights, alike on all of them
         # A sum of as many numbers as a parameter has may be one of weights, too.
-        if divisor == ranks or any(one.numel() == term.summed for one in facts.parameters()):
+        if divisor == ranks or any(one.numel() in summed for one in facts.parameters()):
             return
-        total = _Total(divisor, term.summed, calls[0].place, facts.companions(), tuple(reduced))
+        total = _Total(divisor, sum(summed), calls[0].place, facts.companions(), tuple(reduced))
         self._totals[facts.steps][facts.rank] = total
 
     def _is_of_all(self, by_rank: dict[int, _Total]) -> bool:

@@ -89,7 +89,9 @@ class OneSided(Follower):
                 rows, columns = sorted(result.shape[-2:])
                 other = factors[0] if found[0] is None else factors[1]
                 is_of_rows = sorted(other.shape[-2:]) == sorted(gathered.shape[-2:])
-                is_one_sided = rows * gathered.ranks == columns and is_of_rows and not _is_weight(facts, other)
+                # The rows of all ranks may be of several views, beside each other.
+                is_of_all = columns % (rows * gathered.ranks) == 0 and rows > 1
+                is_one_sided = is_of_all and is_of_rows and not _is_weight(facts, other)
                 if is_one_sided and (gathered.function or gathered.place in self._has_own[facts.rank]):
                     self._compared[facts.rank][_Compared(gathered.place, here())] = gathered.function
         pieces.follow(func, args, kwargs, result)

@@ -40,6 +40,14 @@ class _Shared(NamedTuple):
     place: Place
 
 
+class _Part(NamedTuple):
+    """A gradient that the program has reduced as a part of a larger tensor."""
+
+    key: tuple[Any, ...]
+    ranks: tuple[int, ...]
+    place: Place
+
+
 @final
 class Replicas(Lint):
     """Compares the parameters and buffers that ranks have copies of, after each step.
@@ -52,6 +60,7 @@ class Replicas(Lint):
         self._copies: dict[tuple[Any, ...], Copies] = {}
         self._owners: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Copies]] = {}  # by rank and id
         self._shared: dict[tuple[int, int], _Shared] = {}  # by rank and address
+        self._in_flats: dict[int, dict[int, _Part]] = defaultdict(dict)  # by rank and address of a gradient, of a step
         self._left_out = LeftOut()
         self._optimizers: dict[int, weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = defaultdict(
             weakref.WeakKeyDictionary
@@ -79,6 +88,10 @@ class Replicas(Lint):
         for index, tensor in enumerate(told.gives or told.gets):
             if not can_be_read(tensor):
                 continue
+            flat = facts.flats.get(tensor)
+            for at, address in enumerate(() if flat is None else flat.parts):
+                part = _Part(("told", told.key, index, at), tuple(told.ranks), here())
+                self._in_flats[facts.rank][address] = part
             key = ("told", told.key, index)
             storage, ranks = weakref.ref(tensor.untyped_storage()), tuple(told.ranks)
             shared = _Shared(storage, tensor.numel(), key, ranks, facts.steps, here())
@@ -119,6 +132,7 @@ class Replicas(Lint):
             )
             made = snapshot(facts, copies.named[facts.rank](), True, way)
             copies.add(facts.rank, copies.steps[facts.rank], made)
+        self._in_flats.pop(facts.rank, None)
         if any(copies.late is not None for copies in there):
             self._left_out.stepped(facts, self._singles(facts, optimizer))
 
@@ -271,7 +285,12 @@ class Replicas(Lint):
                 copies = self._single(facts, parameter, shared.key, shared.ranks)
                 copies.reduced_at = None if tensor is parameter else shared.place
                 return copies
-        return None
+        part = self._in_flats[facts.rank].get(facts.address_of_gradient(parameter))
+        if part is None or len(part.ranks) < 2:
+            return None
+        copies = self._single(facts, parameter, part.key, part.ranks)
+        copies.reduced_at = part.place
+        return copies
 
     def _shared_at(self, facts: Facts, tensor: torch.Tensor | None) -> _Shared | None:
         if tensor is None or not can_be_read(tensor):
@@ -291,6 +310,7 @@ class Replicas(Lint):
     ) -> Copies:
         copies = self._copies.setdefault(key, Copies(key, tuple(ranks), False, may_differ, is_a_guess))
         there = weakref.ref(parameter)
+        copies.begun_after.setdefault(facts.rank, facts.steps)
         copies.named[facts.rank] = lambda: {"": tensor} if (tensor := there()) is not None else {}
         self._owners[facts.rank, id(parameter)] = there, copies
         return copies
@@ -298,7 +318,8 @@ class Replicas(Lint):
     def _forgive(self, facts: Facts, copies: Copies, parameter: torch.Tensor) -> None:
         """Copies that the program itself reduces or broadcasts after a step are apart in between on purpose."""
         shared = self._shared_at(facts, parameter)
-        if shared is not None and shared.steps:
+        begun_after = copies.begun_after.setdefault(facts.rank, facts.steps)
+        if shared is not None and shared.steps > begun_after:
             copies.is_over = True
 
     def _finding(self, members: list[tuple[Copies, Parted]]) -> Finding | None:

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Backward, Factor, Facts, address_of, addresses_of
+from torchstrategy.testing._lints.facts import Backward, Factor, Facts, address_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.known import Known, is_plain
@@ -89,11 +89,12 @@ class Scales(Lint):
         total, micro = loss * gradient, len(calls)
         ranks, is_summed = ranks_of(facts, calls)
         count = self._counts[last.place]
-        if micro > 1 and _is(total, 1):
+        of_ranks = 1 / ranks if is_summed else 1  # what a mean over ranks multiplies by, where they are added
+        if micro > 1 and (_is(total, 1) or _is(total, of_ranks)):
             self._note(count, "loss-not-divided", _not_divided(micro, last.place))
-        elif micro > 1 and _is(total, 1 / micro**2):
+        elif micro > 1 and _is(total, of_ranks / micro**2):
             self._note(count, "loss-divided-twice", _twice(micro, "micro-batches", last.place))
-        elif ranks > 1 and is_summed and micro == 1 and _is(total, 1):
+        elif ranks > 1 and is_summed and _is(total, 1 / micro):
             self._note(count, "loss-not-divided", _summed(ranks, last.place))
         elif ranks > 1 and self._is_of_ranks(facts, loss, gradient, total * micro, ranks, is_summed):
             places = [last.place, *self._by_ranks[facts.rank][:1]]
@@ -170,7 +171,7 @@ def factor_of_gradients(facts: Facts, calls: Sequence[Backward]) -> float | None
     factors: set[float | None] = set()
     for parameter in facts.parameters():
         if id(parameter) in changed:
-            address = address_of(parameter.grad)
+            address = facts.address_of_gradient(parameter)
             is_there = address and address == facts.gradients.get(id(parameter))
             factors.add(facts.factor_at(address) if is_there else None)
     return factors.pop() if len(factors) == 1 else None
@@ -216,18 +217,24 @@ def _multiplied(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], resul
 
 
 def _scaled(facts: Facts, args: Sequence[Any], is_division: bool) -> None:
-    addresses = [address for address in addresses_of(args[0]) if address in facts.addresses]
-    if not addresses or is_within(CLIPPING):
+    gradients, flat = facts.gradients_in(args[0]), facts.flats.get(args[0])
+    if (not gradients and flat is None) or is_within(CLIPPING):
         return
-    number, place = number_of(args[1]), here()
-    for address in addresses:
-        before = facts.factor_at(address)
-        if number is None or before is None or not number:
-            facts.factors[address] = Factor(None, place)
-        else:
-            facts.factors[address] = Factor(before / number if is_division else before * number, place)
+    by = number_of(args[1])
+    number = None if not by else 1 / by if is_division else by
+    if flat is not None and args[0].nbytes != args[0].untyped_storage().nbytes():
+        number = None  # of a part of it
+    if flat is None or flat.is_reduced:
+        facts.multiplies(gradients if flat is None else flat.parts, number, here())
+    else:
+        flat.number = None if number is None or flat.number is None else flat.number * number
 
 
 def _overwritten(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-    if facts.addresses and (address := address_of(args[0])) in facts.addresses:
+    if not facts.addresses or (address := address_of(args[0])) not in facts.addresses:
+        return
+    flat = facts.flats.get(args[1]) if len(args) > 1 else None
+    if flat is not None and flat.is_reduced and address in flat.parts:
+        facts.apart.discard(address)  # it comes back from where it was reduced
+    else:
         facts.factors[address] = Factor(None, here())

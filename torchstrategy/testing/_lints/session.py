@@ -48,6 +48,7 @@ from torchstrategy.testing._lints.mixed_scales import MixedScales
 from torchstrategy.testing._lints.modes import Modes
 from torchstrategy.testing._lints.moved_moments import MovedMoments
 from torchstrategy.testing._lints.noise import Noise
+from torchstrategy.testing._lints.old_copies import OldCopies
 from torchstrategy.testing._lints.one_sided import OneSided
 from torchstrategy.testing._lints.opponents import Opponents
 from torchstrategy.testing._lints.orphans import Orphans
@@ -143,6 +144,7 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     OneSided,
     Noise,
     FedRows,
+    OldCopies,
 )
 
 
@@ -264,12 +266,7 @@ class Session:
         facts, is_of_torch = self.facts(told.rank), is_called_by_a_library()
         if told.kind in ("all_reduce", "reduce_scatter") and not is_of_torch:
             for tensor in told.gives:
-                if (address := address_of(tensor)) in facts.addresses:
-                    facts.reduced[address] = told.detail
-                    facts.reducers = tuple(told.ranks)
-                elif parts := facts.flats.get(tensor):
-                    facts.reduced |= dict.fromkeys(parts, told.detail)
-                    facts.reducers = tuple(told.ranks)
+                facts.reduces(tensor, told.detail, told.ranks, here())
         self._each(lambda lint: lint.told(facts, told, is_of_torch))
 
     def begins(self, under_way: UnderWay) -> None:
