@@ -118,7 +118,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"marked_tests"},
     ],
     ("testing", "_lints"): [
-        {"constants", "torch_internals"},
+        {"constants", "nodes", "objects", "torch_internals"},
         {"known", "modules", "places"},
         {"fingerprints"},
         {"contents", "findings", "losses"},

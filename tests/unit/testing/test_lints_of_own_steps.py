@@ -270,6 +270,18 @@ def trains_a_head_of_its_own(rank: int) -> None:
         subtracts([*body.parameters(), *head.parameters()])
 
 
+def trains_a_task_of_its_own(rank: int) -> None:
+    """The head has an optimizer of its own, which steps after that of the body."""
+    body, head = make_model(), nn.Linear(3, 3)
+    optimizers = [torch.optim.SGD(model.parameters(), RATE) for model in (body, head)]
+    for rows in rows_of(rank):
+        loss_of(nn.Sequential(body, head), rows).backward()
+        reduce([one.grad for one in body.parameters()])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def averages_weights_each_two_steps(rank: int) -> None:
     model = make_model()
     for at, rows in enumerate(rows_of(rank)):
@@ -350,6 +362,7 @@ def learns_to_learn(rank: int) -> None:
 RIGHT = [
     attacks,
     trains_a_head_of_its_own,
+    trains_a_task_of_its_own,
     averages_weights_each_two_steps,
     shares_the_updates,
     two_networks_play,

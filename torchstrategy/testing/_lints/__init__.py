@@ -4,6 +4,8 @@ torch_internals  the private names of torch that this needs
 places           lines of the program, and comments there that silence a lint
 findings         what lints have found
 pieces           memory of which a fact is known, and what is computed from it
+objects          what is known of objects of the program while they are there
+nodes            nodes of autograd's graphs
 known            what is known of tensors while their memory is there
 fingerprints     what is kept of a tensor
 losses           of what a loss is made

@@ -16,6 +16,7 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.losses import is_passed
+from torchstrategy.testing._lints.nodes import leaf_of, name_of
 from torchstrategy.testing._lints.places import FUNCTIONS, Place, in_words, way_here
 from torchstrategy.testing._ranks.witnesses import Told
 
@@ -112,7 +113,7 @@ def _layer_under(node: Any) -> _Layer | None:
     if node is None:
         return None
     inputs = [_passed(following) for following, _ in node.next_functions]
-    if node.name().startswith("AddBackward"):
+    if name_of(node).startswith("AddBackward"):
         parameters = [_parameter(each) for each in inputs]
         products = [each for each in inputs if each is not None and _is_product(each)]
         bias = next((one for one in parameters if one is not None), None)
@@ -130,7 +131,7 @@ def _layer_under(node: Any) -> _Layer | None:
 def _weights(product: Any) -> Iterator[torch.Tensor]:
     for following, _ in product.next_functions:
         node = _passed(following)
-        if node is not None and node.name().startswith(_TURNED):
+        if node is not None and name_of(node).startswith(_TURNED):
             node = _passed(node.next_functions[0][0])
         parameter = _parameter(node)
         if parameter is not None and parameter.dim() > 1:
@@ -147,9 +148,9 @@ def _passed(node: Any) -> Any:
 
 
 def _is_product(node: Any) -> bool:
-    return bool(node.name().startswith(_PRODUCTS))
+    return name_of(node).startswith(_PRODUCTS)
 
 
 def _parameter(node: Any) -> torch.Tensor | None:
-    variable = getattr(node, "variable", None)
-    return variable if isinstance(variable, torch.nn.Parameter) else None
+    leaf = leaf_of(node)
+    return leaf if isinstance(leaf, torch.nn.Parameter) else None

@@ -12,6 +12,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts, has_step_of_torch
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 
 _ENOUGH = 2  # replays
@@ -54,7 +55,7 @@ class CapturedRates(Lint):
 
     def __init__(self) -> None:
         self._capturing: dict[int, Any] = {}  # by rank, the graph
-        self._steps: weakref.WeakKeyDictionary[Any, list[_Captured]] = weakref.WeakKeyDictionary()
+        self._steps: Objects[Any, list[_Captured]] = Objects()
         self._all: list[_Captured] = []
 
     @override

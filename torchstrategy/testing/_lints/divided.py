@@ -18,6 +18,7 @@ from torchstrategy.testing._lints.fingerprints import can_be_read, checksum, num
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.multiplied_apart import multiplied_apart
+from torchstrategy.testing._lints.nodes import leaf_of, name_of_any
 from torchstrategy.testing._lints.places import Place, exchanging_function_here, frames_of, here, in_words
 from torchstrategy.testing._lints.tracks import EXCHANGING, Track, Tracks, places_of
 from torchstrategy.testing._ranks.witnesses import Told
@@ -233,17 +234,17 @@ def _regions_of(root: Any, functions: set[str]) -> list[_Region]:
         for following, _ in node.next_functions:
             if following is None:
                 continue
-            variable = getattr(following, "variable", None)
-            if variable is not None:
-                used.append((id(node), id(variable)))
+            leaf = leaf_of(following)
+            if leaf is not None:
+                used.append((id(node), id(leaf)))
                 continue
             if id(following) not in nodes:
                 nodes[id(following)], leader[id(following)] = following, id(following)
                 waiting.append(following)
-            if node.name() not in functions and following.name() not in functions:
+            if name_of_any(node) not in functions and name_of_any(following) not in functions:
                 leader[leader_of(id(following))] = leader_of(id(node))
     regions: dict[int, _Region] = defaultdict(_Region)
     for one, parameter in used:
         regions[leader_of(one)].parameters.add(parameter)
-    regions[leader_of(id(root))].has_the_loss = root.name() not in functions
+    regions[leader_of(id(root))].has_the_loss = name_of_any(root) not in functions
     return list(regions.values())

@@ -12,6 +12,7 @@ import torch
 
 from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.losses import Term
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place
 
 
@@ -113,7 +114,7 @@ class Facts:
     rank: int
     size: int
     models: list[Model] = field(default_factory=list)
-    optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
+    optimizers: Objects[torch.optim.Optimizer, None] = field(default_factory=Objects)
     leaves: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     steps: int = 0
     scale: float | None = None
@@ -222,7 +223,8 @@ class Facts:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [group.get("params", ()) for group in optimizer.param_groups]  # some of the program's own have none
+    return [parameter for group in groups for parameter in group]
 
 
 def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:

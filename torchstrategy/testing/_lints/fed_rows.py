@@ -14,7 +14,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts, Model
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, fingerprint, has_ordinary_numbers, numbers_of
-from torchstrategy.testing._lints.known import Known, is_plain
+from torchstrategy.testing._lints.known import Known, is_plain, version_of
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.orders import are_of_other_orders, without_repeats
 from torchstrategy.testing._lints.places import Place, here
@@ -125,8 +125,8 @@ class FedRows(Lint):
         if not is_data or not are_rows or not table.dim() or len(numbers) >= len(table) or not can_be_read(table):
             return
         known = self._tables[facts.rank].get(table)
-        if known is None or known[0] != table._version:
-            known = table._version, hash(fingerprint(table))
+        if known is None or known[0] != version_of(table):
+            known = version_of(table), hash(fingerprint(table))
             self._tables[facts.rank].put(table, known)
         if self._is_asked(facts, numbers):
             rows = numbers_of(numbers)

@@ -143,7 +143,10 @@ def _telling(method: Callable[..., Any], does: Callable[..., Does], tell: Tell) 
 
     @functools.wraps(method)
     def told(*args: Any, **kwargs: Any) -> Any:
-        done = does(*args, **kwargs)
+        try:
+            done = does(*args, **kwargs)
+        except TypeError:  # it will be told so by the method
+            done = None
         if done is not None:
             tell(*done)
         return method(*args, **kwargs)
@@ -168,8 +171,8 @@ def _moves(src: Any, dst: Any, **_: Any) -> Does:
     return "writes", dst
 
 
-def _looks(path: Any, *_: Any, **__: Any) -> Does:
-    return "looks", path
+def _looks(path: Any = None, *_: Any, filename: Any = None, **__: Any) -> Does:
+    return "looks", filename if path is None else path
 
 
 def _lists(*_: Any, **__: Any) -> Does:
@@ -184,7 +187,10 @@ def _path_of(file: Any) -> str | None:
     """The whole path of a file; None of what is none, such as a buffer or the number of an open file."""
     if not isinstance(file, (str, bytes, os.PathLike)):
         return None
-    path = os.path.abspath(os.fsdecode(file))
+    try:
+        path = os.path.abspath(os.fsdecode(file))
+    except OSError:  # the working directory is gone
+        return None
     return None if path.startswith(("/dev/", "/proc/")) else path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
@@ -14,6 +13,7 @@ from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.fingerprints import can_be_read, is_zero, numbers_of
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.modules import names_of
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.program import unwatched
@@ -57,7 +57,7 @@ class FrozenUpdates(Lint):
     """
 
     def __init__(self) -> None:
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._seen: Objects[torch.optim.Optimizer, _Seen] = Objects()
         self._found: dict[Place, _Found] = {}
 
     @override

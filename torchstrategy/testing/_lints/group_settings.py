@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -13,6 +12,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here, in_words
 
 _ENOUGH_STEPS = 2
@@ -53,7 +53,7 @@ class GroupSettings(Lint):
     """
 
     def __init__(self) -> None:
-        self._by_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._by_optimizer: Objects[torch.optim.Optimizer, _Seen] = Objects()
         self._all: list[_Seen] = []
         self._steps: dict[int, int] = {}  # by rank
 

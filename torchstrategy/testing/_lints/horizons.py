@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -14,6 +13,7 @@ from torchstrategy.testing._lints.constants import constants_of, mentions, multi
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 
 _HORIZONS = ("T_max", "total_steps", "total_iters")
@@ -62,7 +62,7 @@ class Horizons(Lint):
     """Compares how long a schedule is with how many steps a rank has made, when it has trained to the end."""
 
     def __init__(self) -> None:
-        self._schedules: dict[int, weakref.WeakKeyDictionary[Any, _Schedule]] = defaultdict(weakref.WeakKeyDictionary)
+        self._schedules: dict[int, Objects[Any, _Schedule]] = defaultdict(Objects)
         self._in_order: dict[int, list[_Schedule]] = defaultdict(list)
         self._epochs: dict[int, _Epochs] = defaultdict(_Epochs)
         self._ranks: dict[int, int] = {}

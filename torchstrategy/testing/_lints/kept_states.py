@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from typing import Any, NamedTuple, final
 
@@ -12,11 +11,13 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, address_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.known import version_of
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._ranks.witnesses import Told
 
-_LastSteps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
+_LastSteps = Objects[torch.optim.Optimizer, int]
 
 
 class _Given(NamedTuple):
@@ -42,7 +43,7 @@ class KeptStates(Lint):
 
     def __init__(self) -> None:
         self._given = WeakIdKeyDictionary()  # by tensor
-        self._last_steps: dict[int, _LastSteps] = defaultdict(weakref.WeakKeyDictionary)  # by rank
+        self._last_steps: dict[int, _LastSteps] = defaultdict(Objects)  # by rank
         self._versions: dict[int, dict[int, int]] = defaultdict(dict)  # by rank and id, after the last step
         self._exchanged: dict[int, set[int]] = defaultdict(set)  # by rank, by collectives since then
         self._found: dict[Place, _Found] = {}
@@ -55,7 +56,7 @@ class KeptStates(Lint):
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         self._exchanged.pop(facts.rank, None)
         if self._given:
-            self._versions[facts.rank] |= {id(one): one._version for one in parameters_of(optimizer)}
+            self._versions[facts.rank] |= {id(one): version_of(one) for one in parameters_of(optimizer)}
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
@@ -76,7 +77,7 @@ class KeptStates(Lint):
         named = [(name, one) for name, one in module.named_parameters() if id(one) in trained and one.numel()]
         versions = self._versions[facts.rank]
         # Loading has written once. Who has written besides, as an average, has made something else of the weights.
-        if any(one._version > versions.get(id(one), one._version) + 1 for _, one in named):
+        if any(version_of(one) > versions.get(id(one), version_of(one)) + 1 for _, one in named):
             return
         if any(address_of(one) in self._exchanged[facts.rank] for _, one in named):
             return

@@ -16,6 +16,11 @@ def is_plain(tensor: Any) -> bool:
     return is_torchs and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written on, as torch counts; 0 of one of inference mode, where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @final
 class Known(Generic[T]):
     """What is known of the tensors of a rank, by their storage."""

@@ -21,12 +21,14 @@ class _Late(NamedTuple):
     Attributes:
         name: What it is called.
         beside: The other parameters of its layer, as their copies.
-        steps: How many steps had been made with it, or without it.
+        steps: How many steps the rank had made before.
+        is_late: Whether its optimizer had made some of them.
     """
 
     name: str
     beside: Sequence[Copies]
     steps: int
+    is_late: bool
 
 
 @final
@@ -40,8 +42,11 @@ class LeftOut:
     def __init__(self) -> None:
         self._late: dict[Any, _Late] = {}  # by the key of their copies
 
-    def stepped(self, facts: Facts, there: Mapping[int, Copies]) -> None:
-        """A rank has made a step. Its parameters are given as the ids of their tensors, with their copies."""
+    def stepped(self, facts: Facts, there: Mapping[int, Copies], is_first: bool) -> None:
+        """An optimizer has made a step: its first one, or a later one.
+
+        Its parameters are given as the ids of their tensors, with their copies.
+        """
         late = {own: one for own, one in there.items() if one.late is not None and one.key not in self._late}
         tensors = [tensor for one in late.values() for tensor in one.named[facts.rank]().values()]
         if not tensors:
@@ -49,7 +54,7 @@ class LeftOut:
         beside = _of_one_layer(tensors)
         for tensor, name in zip(tensors, names_of(tensors), strict=True):
             others = [there[own] for own in beside[id(tensor)] if own in there]
-            self._late[late[id(tensor)].key] = _Late(name, others, facts.steps)
+            self._late[late[id(tensor)].key] = _Late(name, others, facts.steps, not is_first)
 
     def finding(self, all_copies: Sequence[Copies]) -> Finding | None:
         """What to say of them, if there are some."""
@@ -82,7 +87,7 @@ class LeftOut:
 
     def _is_wrong(self, copies: Copies, reduced: Sequence[Copies]) -> bool:
         late = self._late[copies.key]
-        return late.steps > 0 or any(one is other for one in late.beside for other in reduced)
+        return late.is_late or any(one is other for one in late.beside for other in reduced)
 
 
 def _of_one_layer(tensors: Sequence[torch.Tensor]) -> dict[int, set[int]]:

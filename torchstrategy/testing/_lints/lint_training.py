@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
 from typing_extensions import override
 
 from torchstrategy._base.torch_internals import TorchDispatchMode
@@ -81,6 +82,8 @@ def lint_training(check: bool = True) -> Iterator[TrainingRecord]:
 class _Operators(TorchDispatchMode):
     """Sees the operators of a thread that is in it."""
 
+    supports_higher_order_operators = True  # such as `torch.cond`
+
     def __init__(self, watch: Watch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watch = watch
@@ -91,6 +94,8 @@ class _Operators(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # the compiler reads this method
+            return func(*args, **(kwargs or {}))
         self._watch.writes(func, args)
         result = func(*args, **(kwargs or {}))
         self._watch.operator(func, args, kwargs or {}, result)

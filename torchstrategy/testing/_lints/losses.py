@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchstrategy.testing._lints.fingerprints import number_of
+from torchstrategy.testing._lints.nodes import leaf_of, name_of
 
 _MOST_NODES, _MOST_NODES_OF_LEAVES = 200, 20_000
 _MOST_NODES_BEFORE = 8
@@ -52,7 +53,7 @@ class Term(NamedTuple):
 
 def is_passed(node: Any) -> bool:
     """Whether a node of the graph changes no number."""
-    return bool(node.name().startswith(_PASSED))
+    return name_of(node).startswith(_PASSED)
 
 
 def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
@@ -68,7 +69,7 @@ def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
         if not waiting:
             break
         node, divisors, multipliers = waiting.pop()
-        name = "" if node is None else node.name()
+        name = name_of(node)
         followers = [] if node is None else [following for following, _ in node.next_functions]
         if name.startswith(_PASSED):
             waiting.append((followers[0], divisors, multipliers))
@@ -96,7 +97,7 @@ def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
 def is_scaled(loss: torch.Tensor, scale: float | None) -> bool:
     """Whether the last thing that was done to a loss is to multiply it by the scale of mixed precision."""
     node = loss.grad_fn
-    if scale is None or scale == 1 or node is None or not node.name().startswith("MulBackward"):
+    if scale is None or scale == 1 or node is None or not name_of(node).startswith("MulBackward"):
         return False
     return _number_at(node) == scale
 
@@ -111,9 +112,9 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            found.append(variable)
+        leaf = leaf_of(node)
+        if leaf is not None:
+            found.append(leaf)
         waiting += [following for following, _ in node.next_functions]
     return found
 
@@ -141,7 +142,7 @@ def _end(node: Any, name: str, divisors: Numbers, multipliers: Numbers) -> Term:
     if name.startswith("SumBackward"):
         summed = _numbers_in(getattr(node, "_saved_self_sym_sizes", None))
         return term._replace(summed=summed, multipliers=(*multipliers, *_multipliers_before(node)))
-    reduction = getattr(node, "_saved_reduction", None)
+    reduction = getattr(node, "_saved_reduction", None) if name else None
     if reduction == _SUM:
         return term._replace(summed=_size_of_target(node))
     if reduction != _MEAN:
@@ -164,7 +165,7 @@ def _multipliers_before(node: Any) -> Iterator[float]:
         if len(followers) != 1:
             return
         (node,) = followers
-        is_product = node.name().startswith("MulBackward")
+        is_product = name_of(node).startswith("MulBackward")
         number = _number_at(node) if is_product else None
         if number is not None:
             yield number

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -100,7 +101,7 @@ def _ties_of(module: torch.nn.Module) -> Names:
     """The names of parameters that have the same memory and layout, and are not one parameter."""
     known: dict[tuple[object, ...], str] = {}
     ties = []
-    for name, parameter in module.named_parameters():
+    for name, parameter in torch.nn.Module.named_parameters(module):
         address = address_of(parameter)
         if address and parameter.numel():
             first = known.setdefault((address, parameter.dtype, parameter.shape, parameter.stride()), name)
@@ -120,7 +121,9 @@ def replaced(tell: Callable[..., None]) -> list[tuple[Any, str, Any]]:
             return apply(module, *args, **kwargs)
         here_now.is_moving = True
         try:
-            ties = _ties_of(module)
+            ties: Names = []
+            with suppress(Exception):  # a module of the program's own may have parameters of another kind
+                ties = _ties_of(module)
             result = apply(module, *args, **kwargs)
         finally:
             here_now.is_moving = False

@@ -15,6 +15,7 @@ from torchstrategy.testing._lints.facts import Facts, address_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._ranks.witnesses import UnderWay
 
@@ -55,7 +56,7 @@ class Messages(Lint):
     """
 
     def __init__(self) -> None:
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers: Objects[Any, int] = Objects()
         self._count = itertools.count(1)
         self._sent: dict[int, deque[_Message]] = defaultdict(_kept)
         self._received: dict[int, deque[_Message]] = defaultdict(_kept)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from typing import Any, NamedTuple, final
 
@@ -14,6 +13,7 @@ from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 
 _CLOSE = 1e-6
@@ -31,7 +31,7 @@ class Metrics(Lint):
     """Compares the metrics that `ReduceLROnPlateau` gets on ranks whose optimizers train one model."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, weakref.WeakKeyDictionary[Any, int]] = defaultdict(weakref.WeakKeyDictionary)
+        self._numbers: dict[int, Objects[Any, int]] = defaultdict(Objects)
         self._counts: dict[tuple[int, int], int] = defaultdict(int)  # by rank and scheduler
         self._metrics: dict[tuple[int, int], dict[int, _Metric]] = defaultdict(dict)  # by scheduler and turn, by rank
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Backward, Facts, address_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import is_zero
+from torchstrategy.testing._lints.known import version_of
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import Place
 from torchstrategy.testing._lints.torch_internals import UNSCALE
@@ -81,7 +82,7 @@ class MixedScales(Lint):
             before = scaled[own] if own in untouched else None
             if before is not None and before.scale == last.scale:
                 before = None
-            scaled[own] = _Scaled(address_of(gradient), gradient._version, last.scale, last.place, before)
+            scaled[own] = _Scaled(address_of(gradient), version_of(gradient), last.scale, last.place, before)
 
     def _unscales(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         scaled = self._scaled[facts.rank]
@@ -91,7 +92,7 @@ class MixedScales(Lint):
             if one is None or one.before is None or gradient is None or one.address not in gradients:
                 continue
             # Nobody has written on it but `unscale_` now: what is set to zero before a step counts nowhere.
-            if address_of(gradient) == one.address and gradient._version <= one.version + 1:
+            if address_of(gradient) == one.address and version_of(gradient) <= one.version + 1:
                 self._found.setdefault((one.before.place, one.place), _finding(one.before, one))
 
 
@@ -99,7 +100,7 @@ def _is_at(gradient: torch.Tensor | None, scaled: _Scaled) -> bool:
     """Whether a gradient is what `backward` has left: nobody has written on it since then."""
     if gradient is None or gradient.is_inference() or address_of(gradient) != scaled.address:
         return False
-    return gradient._version == scaled.version and not is_zero(gradient)
+    return version_of(gradient) == scaled.version and not is_zero(gradient)
 
 
 def _finding(before: _Scaled, after: _Scaled) -> Finding | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts, address_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Follower
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here, in_words, is_in_a_function, way_here
 from torchstrategy.testing._lints.torch_internals import BatchNorm
 
@@ -46,10 +46,10 @@ class _Evaluation:
     """
 
     way: tuple[Place, ...]
-    layers: weakref.WeakSet[nn.Module]
+    layers: Objects[nn.Module, None]
     names: list[str]
     parameters: set[int]
-    optimizers: weakref.WeakSet[torch.optim.Optimizer]
+    optimizers: Objects[torch.optim.Optimizer, None]
     evaluated_at: Place | None = None
     is_backward: bool = False
     steps: int = 0
@@ -72,10 +72,8 @@ class Modes(Follower):
     def __init__(self) -> None:
         self._pieces = {}  # by rank, the addresses of parameters of a model that nobody has called since `eval()`
         self._evaluations: dict[int, list[_Evaluation]] = defaultdict(list)
-        self._steps: dict[int, weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = defaultdict(
-            weakref.WeakKeyDictionary
-        )
-        self._changed: dict[int, weakref.WeakKeyDictionary[nn.Module, int]] = defaultdict(weakref.WeakKeyDictionary)
+        self._steps: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(Objects)
+        self._changed: dict[int, Objects[nn.Module, int]] = defaultdict(Objects)
         self._right: set[tuple[int, tuple[Place, ...]]] = set()  # by rank and way, what was followed by `train()`
         self._found: dict[tuple[Place, ...], _Found] = {}
 
@@ -146,15 +144,17 @@ class Modes(Follower):
         """`eval()` is called on a model; it is followed if it was trained before, in training mode."""
         since = max((self._changed[facts.rank].get(layer, 0) for layer in layers), default=0)
         parameters = {id(parameter) for parameter in module.parameters()}
-        optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        optimizers: Objects[torch.optim.Optimizer, None] = Objects()
         for optimizer, step in list(self._steps[facts.rank].items()):
             if step > since and any(id(parameter) in parameters for parameter in parameters_of(optimizer)):
-                optimizers.add(optimizer)
+                optimizers[optimizer] = None
         way, addresses = way_here(), _addresses_of(module)  # none of sharded parameters
         if not layers or not optimizers or not addresses or (facts.rank, way) in self._right:
             return
         names = [f"{name or 'the model'} ({type(layer).__name__})" for layer, name in layers.items()]
-        evaluation = _Evaluation(way, weakref.WeakSet(layers), names, parameters, optimizers)
+        there: Objects[nn.Module, None] = Objects()
+        there.update(dict.fromkeys(layers))
+        evaluation = _Evaluation(way, there, names, parameters, optimizers)
         self._evaluations[facts.rank].append(evaluation)
         self._pieces[facts.rank] = addresses, evaluation
 

@@ -10,8 +10,10 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding, some
+from torchstrategy.testing._lints.known import version_of
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.modules import names_of
+from torchstrategy.testing._lints.nodes import leaf_of, name_of
 from torchstrategy.testing._lints.places import Place, here
 
 _LOOKED_AT = 6  # steps
@@ -48,7 +50,7 @@ class OldCopies(Lint):
         for node, parameter in _uses([loss.grad_fn for loss in losses]):
             if id(parameter) in trained:
                 versions = node.metadata.setdefault(_SEEN, {})
-                if versions.setdefault(id(parameter), parameter._version) != parameter._version:
+                if versions.setdefault(id(parameter), version_of(parameter)) != version_of(parameter):
                     old[id(parameter)] = parameter
         if old:
             place = here()
@@ -82,15 +84,15 @@ def _uses(roots: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
         if node is None or (node, user) in seen:
             continue
         seen.add((node, user))
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
+        leaf = leaf_of(node)
+        if leaf is not None:
             if user is not None:
-                yield user, variable
+                yield user, leaf
             continue
         user = user if user is not None and _is_view(node) else node
         waiting += [(following, user) for following, _ in node.next_functions]
 
 
 def _is_view(node: Any) -> bool:
-    name = str(node.name()).partition("Backward")[0]
+    name = name_of(node).partition("Backward")[0]
     return name in _VIEWS or name in _MORE_VIEWS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torchstrategy.testing._lints.facts import Backward, Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import held_here, without_modes
 from torchstrategy.testing._simulation.program import unwatched
@@ -80,10 +80,8 @@ class Opponents(Lint):
 
     def __init__(self) -> None:
         self._calls: dict[int, list[Backward]] = defaultdict(list)  # by rank, since the last step
-        self._left: dict[int, weakref.WeakKeyDictionary[torch.optim.Optimizer, _Left]] = defaultdict(
-            weakref.WeakKeyDictionary
-        )
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._left: dict[int, Objects[torch.optim.Optimizer, _Left]] = defaultdict(Objects)
+        self._seen: Objects[torch.optim.Optimizer, _Seen] = Objects()
         self._found: dict[Place, _Found] = {}
 
     @override

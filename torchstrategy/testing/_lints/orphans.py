@@ -13,8 +13,10 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
+from torchstrategy.testing._lints.known import version_of
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.modules import living_modules
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import held_here
 
@@ -31,12 +33,12 @@ class _Gradient(NamedTuple):
     def of(cls, gradient: torch.Tensor | None) -> _Gradient:
         held = held_here(gradient)
         assert held is not None
-        return cls(weakref.ref(held), held._version)
+        return cls(weakref.ref(held), version_of(held))
 
     def is_left(self, gradient: torch.Tensor | None) -> bool:
         """Whether a gradient is still this one, and nobody has added to it."""
         held = held_here(gradient)
-        return held is not None and self.reference() is held and self.version == held._version
+        return held is not None and self.reference() is held and self.version == version_of(held)
 
 
 @final
@@ -79,7 +81,7 @@ class Orphans(Lint):
     """
 
     def __init__(self) -> None:
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._seen: Objects[torch.optim.Optimizer, _Seen] = Objects()
         self._all: list[_Seen] = []
         self._went_back: set[int] = set()  # the ranks that have called `backward` since their last step
 
@@ -111,7 +113,7 @@ class Orphans(Lint):
             if not seen.is_partial or not _have_a_module(stale):
                 seen.names = self._trained_in_place_of(stale, seen.left)
             seen.is_over = not seen.names
-            seen.versions = {id(one): one._version for one in stale} if seen.names else {}
+            seen.versions = {id(one): version_of(one) for one in stale} if seen.names else {}
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -120,7 +122,7 @@ class Orphans(Lint):
         if seen is not None:  # a closure makes gradients only in the step
             _look_for_gradients(seen, optimizer)
             versions, seen.versions = seen.versions, {}
-            if any(versions.get(id(one), one._version) != one._version for one in parameters_of(optimizer)):
+            if any(versions.get(id(one), version_of(one)) != version_of(one) for one in parameters_of(optimizer)):
                 seen.names, seen.is_over = [], True  # the step changes them: it has their gradients from elsewhere
 
     @override

@@ -15,6 +15,7 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.losses import is_passed
+from torchstrategy.testing._lints.nodes import name_of
 from torchstrategy.testing._lints.places import Place, here, way_here
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._ranks.witnesses import Told
@@ -150,9 +151,9 @@ def _targets_of(losses: Sequence[torch.Tensor]) -> Iterator[_Targets]:
             continue
         seen.add(node)
         targets = None
-        if node.name().startswith("NllLossBackward"):
+        if name_of(node).startswith("NllLossBackward"):
             targets = _of_cross_entropy(node)
-        elif node.name().startswith("DiagonalBackward"):
+        elif name_of(node).startswith("DiagonalBackward"):
             sizes = node._saved_self_sym_sizes
             offset = node._saved_offset  # an unsigned number
             if len(sizes) == 2 and offset < sizes[1]:
@@ -185,7 +186,7 @@ def _compared_with(node: Any, kept: Sequence[_Kept]) -> torch.Tensor | None:
         node = waiting.pop()
         if node is None:
             continue
-        if node.name().startswith("MmBackward"):
+        if name_of(node).startswith("MmBackward"):
             try:
                 other = node._saved_mat2
             except RuntimeError:  # it is freed
@@ -194,6 +195,6 @@ def _compared_with(node: Any, kept: Sequence[_Kept]) -> torch.Tensor | None:
             if not is_of_gathered or all(other.shape[0] != one.given[one.ranks[0]].shape[1] for one in kept):
                 return None
             return _directions(other.detach().t())
-        if is_passed(node) or node.name().startswith(_BETWEEN):
+        if is_passed(node) or name_of(node).startswith(_BETWEEN):
             waiting += [following for following, _ in node.next_functions]
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from typing import Any, NamedTuple, final
 
@@ -14,6 +13,7 @@ from torchstrategy.testing._lints.checkpoints import Checkpoint, Checkpoints
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 
 _NAMES = (
@@ -52,7 +52,7 @@ class RepeatedEpochs(Lint):
         self._checkpoints = checkpoints
         self._restored: dict[int, set[Checkpoint]] = defaultdict(set)  # from which models have their weights
         self._resumed: dict[int, Checkpoint] = {}  # the one that a rank goes on from, until it has made a step
-        self._epochs: weakref.WeakKeyDictionary[Any, tuple[int, Place]] = weakref.WeakKeyDictionary()
+        self._epochs: Objects[Any, tuple[int, Place]] = Objects()
         self._open: dict[int, tuple[int, Place]] = {}  # what was set for the rows that a rank has now
         self._found: dict[Place, _Case] = {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -13,6 +12,7 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.scheduled import OfSchedulers, Scheduled, rates_of
 
@@ -56,9 +56,7 @@ class _Seen(Scheduled):
     last_rates: list[float] | None = None
     steps: int = 0
     schedules: int = 0
-    others: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Other | None] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    others: Objects[torch.optim.Optimizer, _Other | None] = field(default_factory=Objects)
     has_schedule: bool = False
     other: _Other | None = None
     is_awaited: bool = False

@@ -21,6 +21,7 @@ from torchstrategy.testing._lints.left_out import LeftOut
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.modules import longest_names, nameless
 from torchstrategy.testing._lints.multiplied_apart import multiplied_apart
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.scheduled import rates_of
 from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names, is_persistent
@@ -62,9 +63,8 @@ class Replicas(Lint):
         self._shared: dict[tuple[int, int], _Shared] = {}  # by rank and address
         self._in_flats: dict[int, dict[int, _Part]] = defaultdict(dict)  # by rank and address of a gradient, of a step
         self._left_out = LeftOut()
-        self._optimizers: dict[int, weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = defaultdict(
-            weakref.WeakKeyDictionary
-        )
+        self._optimizers: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(Objects)
+        self._made: Objects[torch.optim.Optimizer, int] = Objects()  # how many steps
         self._has_parts = False
         self._losses: dict[int, float | None] = {}  # of the first backward of a rank
 
@@ -133,8 +133,10 @@ class Replicas(Lint):
             made = snapshot(facts, copies.named[facts.rank](), True, way)
             copies.add(facts.rank, copies.steps[facts.rank], made)
         self._in_flats.pop(facts.rank, None)
+        is_first = self._made.setdefault(optimizer, 0) == 0
+        self._made[optimizer] += 1
         if any(copies.late is not None for copies in there):
-            self._left_out.stepped(facts, self._singles(facts, optimizer))
+            self._left_out.stepped(facts, self._singles(facts, optimizer), is_first)
 
     @override
     def findings(self) -> list[Finding | None]:

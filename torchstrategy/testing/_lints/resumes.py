@@ -17,6 +17,7 @@ from torchstrategy.testing._lints.checkpoints import Checkpoint, Checkpoints, is
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, calls_of_the_user, here
 
 _LEAST = 2  # loops of training that begins anew start at 0 or 1
@@ -65,8 +66,8 @@ class Resumes(Lint):
         self._checkpoints = checkpoints
         self._trained: dict[int, dict[int, weakref.ref[Any]]] = defaultdict(dict)  # parameters, by id
         self._loaded: dict[int, dict[int, tuple[weakref.ref[Any], Checkpoint, Place]]] = defaultdict(dict)
-        self._sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._resumes: weakref.WeakKeyDictionary[Any, _Resume] = weakref.WeakKeyDictionary()
+        self._sizes: Objects[Any, int] = Objects()
+        self._resumes: Objects[Any, _Resume] = Objects()
         self._all: list[_Resume] = []
 
     @override

@@ -17,6 +17,7 @@ from torchstrategy.testing._lints.contents import content_of
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.orders import are_of_other_orders, without_repeats
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import is_subset
@@ -87,7 +88,7 @@ class Rows(Lint):
     """Notes which rows ranks draw from their loaders, of those that they train with."""
 
     def __init__(self) -> None:
-        self._loaders: dict[int, weakref.WeakKeyDictionary[Any, _Loader]] = defaultdict(weakref.WeakKeyDictionary)
+        self._loaders: dict[int, Objects[Any, _Loader]] = defaultdict(Objects)
         self._in_order: dict[int, list[_Loader]] = defaultdict(list)
         self._last: dict[int, tuple[_Loader, _Epoch]] = {}  # from which a rank has drawn last
         self._told: dict[int, dict[int, Any]] = defaultdict(dict)  # the samplers, by id, whose `set_epoch` was called

@@ -12,7 +12,9 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, address_of, addresses_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.known import version_of
 from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import UNSCALE, has_hooks_of_gradients
 
@@ -47,7 +49,7 @@ class ScaledSteps(Lint):
         self._scaled: dict[int, dict[int, _Scaled]] = defaultdict(dict)  # by rank and id of the parameter
         self._unscaled: dict[int, set[int]] = defaultdict(set)  # the addresses of gradients, by rank
         self._open: dict[int, list[_Scaled]] = {}  # with what the step that a rank is making has begun
-        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._steps: Objects[torch.optim.Optimizer, int] = Objects()
         self._found: dict[Place, _Found] = {}
 
     @override
@@ -73,7 +75,7 @@ class ScaledSteps(Lint):
             if call.scale is not None and gradient is not None and not has_hooks_of_gradients(parameter):
                 address = address_of(gradient)
                 there = weakref.ref(parameter)
-                known[id(parameter)] = _Scaled(there, address, gradient._version, call.scale, call.place)
+                known[id(parameter)] = _Scaled(there, address, version_of(gradient), call.scale, call.place)
 
     @override
     def zeroed(self, facts: Facts) -> None:
@@ -126,6 +128,6 @@ class ScaledSteps(Lint):
         factor = facts.factor_at(scaled.address)
         if factor is None:
             return False
-        is_written = gradient._version != scaled.version
+        is_written = version_of(gradient) != scaled.version
         was_reduced = scaled.address in facts.reduced  # which writes it, and a division by the ranks comes with it
         return (not is_written or was_reduced) and abs(factor * scaled.scale) >= _STILL_SCALED

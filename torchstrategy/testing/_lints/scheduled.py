@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 
 
@@ -42,7 +43,7 @@ class OfSchedulers(Lint, Generic[Seen]):
 
     def __init__(self, kind: type[Seen]) -> None:
         self._kind = kind
-        self._by_scheduler: weakref.WeakKeyDictionary[Any, Seen] = weakref.WeakKeyDictionary()
+        self._by_scheduler: Objects[Any, Seen] = Objects()
         self.all: list[Seen] = []
 
     @override

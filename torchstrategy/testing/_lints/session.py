@@ -38,6 +38,7 @@ from torchstrategy.testing._lints.gradient_hooks import GradientHooks
 from torchstrategy.testing._lints.group_settings import GroupSettings
 from torchstrategy.testing._lints.horizons import Horizons
 from torchstrategy.testing._lints.kept_states import KeptStates
+from torchstrategy.testing._lints.known import version_of
 from torchstrategy.testing._lints.lint import Follower, Lint, Seen
 from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
 from torchstrategy.testing._lints.lost_ties import LostTies
@@ -297,11 +298,12 @@ class Session:
 
     def groups(self, rank: int, ranks: Sequence[int] | None) -> None:
         """A rank makes a process group, which all have to make."""
-        self._each(lambda lint: lint.groups(self.facts(rank), ranks))
+        members = None if ranks is None else list(ranks)
+        self._each(lambda lint: lint.groups(self.facts(rank), members))
 
     def has_optimizer(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made."""
-        self.facts(rank).optimizers.add(optimizer)
+        self.facts(rank).optimizers[optimizer] = None
         self._each(lambda lint: lint.has_optimizer(self.facts(rank), optimizer))
 
     def has_optimizers(self, rank: int) -> bool:
@@ -363,7 +365,7 @@ class Session:
             running.clear()
         running.append(id(optimizer))
         if self.facts(rank).optimizers:  # it may have been made before lints watched
-            self.facts(rank).optimizers.add(optimizer)
+            self.facts(rank).optimizers[optimizer] = None
         if len(running) == 1:
             if number_of(getattr(optimizer, "found_inf", None)):  # a fused optimizer, which skips the step itself
                 self.facts(rank).skips += 1
@@ -438,5 +440,5 @@ def _gradients(facts: Facts) -> dict[int, tuple[int, int]]:
     for parameter in facts.parameters():
         gradient = facts.gradient_of(parameter)
         if gradient is not None and gradient.layout is torch.strided and not gradient.is_inference():
-            found[id(parameter)] = address_of(gradient), gradient._version
+            found[id(parameter)] = address_of(gradient), version_of(gradient)
     return found

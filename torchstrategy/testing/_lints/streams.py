@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, checksum, numbers_of
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 
 _MOST, _ENOUGH = 8, 2
@@ -44,7 +44,7 @@ class Streams(Lint):
     """Compares the first batches that ranks, and workers, get from an `IterableDataset`, which they have to divide."""
 
     def __init__(self) -> None:
-        self._known: dict[int, weakref.WeakKeyDictionary[Any, _Stream]] = defaultdict(weakref.WeakKeyDictionary)
+        self._known: dict[int, Objects[Any, _Stream]] = defaultdict(Objects)
         self._in_order: dict[int, list[_Stream]] = defaultdict(list)
         self._last: dict[int, _Stream] = {}
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import Fingerprint, few_numbers, fingerprint
-from torchstrategy.testing._lints.known import is_plain
+from torchstrategy.testing._lints.known import is_plain, version_of
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._ranks.witnesses import Told
@@ -94,7 +94,7 @@ class Totals(Lint):
             is_again = total.added is not None and total.ranks == ranks and total.extent == span(tensor)
             if is_again and _is_as_left(total, tensor):
                 self._adds_up_again(told, _Again(total, place, fingerprint(tensor)))
-        self._keep(facts.rank, tensor, _Total(span(tensor), ranks, place, tensor._version, _has_numbers(tensor)))
+        self._keep(facts.rank, tensor, _Total(span(tensor), ranks, place, version_of(tensor), _has_numbers(tensor)))
 
     def _adds_up_again(self, told: Told, again: _Again) -> None:
         of_ranks = self._again[told.key]
@@ -130,7 +130,7 @@ class Totals(Lint):
         for total in self._of(facts.rank, args[0]):
             is_whole = total.extent == span(args[0]) and args[0].numel() == result.numel()
             if is_whole and _has_version(result) and _is_as_left(total, args[0]):
-                made = replace(total, extent=span(result), version=result._version, added=here())
+                made = replace(total, extent=span(result), version=version_of(result), added=here())
                 self._keep(facts.rank, result, made)
 
     def _of(self, rank: int, tensor: Any) -> list[_Total]:
@@ -173,7 +173,7 @@ def _finding(total: _Total, place: Place) -> Finding | None:
 
 def _is_as_left(total: _Total, tensor: torch.Tensor) -> bool:
     """Whether nobody has written on a tensor since the lint has seen it."""
-    return tensor._version == total.version
+    return version_of(tensor) == total.version
 
 
 def _has_version(tensor: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torchstrategy.testing._lints.copies import Copies, Parted, Way, snapshot
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.modules import living_modules, nameless
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place
 
 EXCHANGING = ("all_to_all", "send", "recv")
@@ -66,9 +67,7 @@ class Tracks:
     def __init__(self) -> None:
         self._tracks: dict[tuple[tuple[int, ...], int, int], Track] = {}  # by ranks, optimizer and position
         self._of: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Track]] = {}  # by rank and id
-        self._numbers: dict[int, weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = defaultdict(
-            weakref.WeakKeyDictionary
-        )
+        self._numbers: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(Objects)
 
     def begins(
         self,

@@ -15,6 +15,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import Dropout
 
@@ -49,7 +50,7 @@ class UndoneModes(Lint):
     """
 
     def __init__(self) -> None:
-        self._parts: dict[int, weakref.WeakKeyDictionary[nn.Module, _Part]] = defaultdict(weakref.WeakKeyDictionary)
+        self._parts: dict[int, Objects[nn.Module, _Part]] = defaultdict(Objects)
         self._all: list[_Part] = []
         self._has_dropped: set[int] = set()  # the ranks, since their last step
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from torchstrategy.testing._lints.batch_norm import BATCH_NORMS
 from torchstrategy.testing._lints.facts import Facts, Model, parameters_of, tensors_in
 from torchstrategy.testing._lints.findings import Finding, finding, named_ranks
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
-from torchstrategy.testing._lints.known import Known
+from torchstrategy.testing._lints.known import Known, version_of
 from torchstrategy.testing._lints.lint import Follower, Seen
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here, way_here
 from torchstrategy.testing._lints.untrained_copies import Called, CalledModules, Prints
 from torchstrategy.testing._ranks.witnesses import Told
@@ -80,7 +80,7 @@ class UnlikeModels(Follower):
         self._have_parted = have_parted
         self._pieces: dict[int, Known[_Look]] = {}  # by rank, what is computed from what a copy has returned
         self._modules: dict[int, CalledModules] = defaultdict(CalledModules)
-        self._optimizers: dict[int, weakref.WeakSet[torch.optim.Optimizer]] = defaultdict(weakref.WeakSet)
+        self._optimizers: dict[int, Objects[torch.optim.Optimizer, None]] = defaultdict(Objects)
         self._loads: dict[int, Known[list[int]]] = defaultdict(Known)  # by rank and parameter: after how many steps
         self._open: dict[int, list[_Look]] = defaultdict(list)  # by rank, since the last `backward`
         self._waiting: dict[Hashable, dict[int, _Look]] = defaultdict(dict)
@@ -98,7 +98,7 @@ class UnlikeModels(Follower):
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         if facts.models or not facts.reducers or optimizer in self._optimizers[facts.rank]:
             return
-        self._optimizers[facts.rank].add(optimizer)
+        self._optimizers[facts.rank][optimizer] = None
         first = next((one for one in parameters_of(optimizer) if one.grad is not None), None)
         if first is not None:
             self._modules[facts.rank].add_owner(first, facts.reducers)
@@ -209,7 +209,7 @@ class UnlikeModels(Follower):
     def _follow(self, facts: Facts, called: Called, look: _Look, parameter: nn.Parameter) -> None:
         """Notes whether a copy is written on, other than by a checkpoint that it loads."""
         loads = self._loads[facts.rank].get(parameter) or []
-        writes = 0 if parameter.is_inference() else parameter._version
+        writes = version_of(parameter)
         if called.first is None:
             called.first = look.values
         is_loaded_again = len(loads) > 1 or any(loads)  # as one opponent after the other is

@@ -17,6 +17,7 @@ from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.modules import living_modules
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import part_of
 
@@ -53,7 +54,7 @@ class Unreduced(Lint):
 
     def __init__(self) -> None:
         self._backwards: dict[int, list[Place]] = defaultdict(list)
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._seen: Objects[torch.optim.Optimizer, _Seen] = Objects()
         self._found: dict[Place, _Found] = {}
 
     @override

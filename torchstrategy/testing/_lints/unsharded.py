@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -15,6 +14,7 @@ from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks, some
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import exchanging_function_here, in_words
 from torchstrategy.testing._lints.torch_internals import part_of, ranks_of_mesh
 from torchstrategy.testing._lints.tracks import EXCHANGING, Track, Tracks, places_of
@@ -46,7 +46,7 @@ class Unsharded(Lint):
 
     def __init__(self) -> None:
         self._tracks = Tracks()
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._seen: Objects[torch.optim.Optimizer, _Seen] = Objects()
         self._all: dict[int, _Seen] = {}  # of each optimizer of the first rank, by the id of what is known
         self._has_parts = False
         self._passes_on = False  # whether a function of the program hands activations from rank to rank

@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FunctionType
 from typing import Any, final
 
@@ -23,6 +23,7 @@ from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import fingerprint, number_of
 from torchstrategy.testing._lints.gradient_hooks import replaced as replaced_for_hooks
 from torchstrategy.testing._lints.lost_ties import replaced as replaced_for_ties
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.own_steps import WRITES
 from torchstrategy.testing._lints.session import Session
 from torchstrategy.testing._lints.torch_internals import (
@@ -59,13 +60,13 @@ class Watch:
         self._thread = threading.get_ident()
         self._sessions: list[Session] = []
         self._operators = Session(1).operators()
-        self._of_world: weakref.WeakKeyDictionary[World, Session] = weakref.WeakKeyDictionary()
+        self._of_world: Objects[World, Session] = Objects()
         self._alone: Session | None = None
         self._here = _Here()
         self._at_the_end: ExitStack | None = None  # of the block
         self._watches_sharding = False
         self._samplers: set[type] = {DistributedSampler}  # whose `set_epoch` is watched
-        self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by their iterators
+        self._loaders: Objects[Any, Any] = Objects()  # by their iterators
 
     def findings(self) -> list[Finding]:
         """What was found, each thing once."""
@@ -150,8 +151,8 @@ class Watch:
             (ReduceLROnPlateau, "step", self._after(ReduceLROnPlateau.step, self._measured)),
             *[(torch.Tensor, name, self._before(getattr(torch.Tensor, name), self._shown)) for name in _SHOWING],
             *self._replaced_of_graphs(),
-            (dist, "new_group", self._before(dist.new_group, self._groups)),
-            (dist.distributed_c10d, "new_group", self._before(dist.distributed_c10d.new_group, self._groups)),
+            (dist, "new_group", self._grouping(dist.new_group)),
+            (dist.distributed_c10d, "new_group", self._grouping(dist.distributed_c10d.new_group)),
             (scaler, "scale", self._after(scaler.scale, self._scaled)),
             (scaler, "step", self._scaled_step(scaler.step)),
             (DataLoader, "__iter__", self._iterating(DataLoader.__iter__)),
@@ -228,11 +229,17 @@ class Watch:
     def _has_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self._tell("has_optimizer", optimizer)
 
-    def _groups(self, *args: Any, **kwargs: Any) -> None:
-        ranks = args[0] if args else kwargs.get("ranks")
-        is_local = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization", False)
-        if not is_local:  # all ranks have to make the call, and not only the members
-            self._tell("groups", None if ranks is None else list(ranks))
+    def _grouping(self, make: Method) -> Method:
+        @functools.wraps(make)
+        def told(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(ranks, Iterator):  # which can be gone through only once
+                ranks = list(ranks)
+            is_local = args[3] if len(args) > 3 else kwargs.get("use_local_synchronization", False)
+            if not is_local:  # all ranks have to make the call, and not only the members
+                self._tell("groups", ranks)
+            return make(ranks, *args, **kwargs)
+
+        return told
 
     def _scaled(self, scaler: Any, *_: Any, **__: Any) -> None:
         session, scale = self.session(), scale_of(scaler)
@@ -311,7 +318,9 @@ class Watch:
             session = self.session()
             if session is None or self._here.depth:  # a part of a backward pass, as of a checkpoint
                 return backward(tensors, grad_tensors, *args, **kwargs)
-            losses = [tensors] if isinstance(tensors, torch.Tensor) else [one for one in tensors if _is_tensor(one)]
+            if isinstance(tensors, Iterator):  # which can be gone through only once
+                tensors = tuple(tensors)
+            losses = [one for one in _listed(tensors) if _is_tensor(one)]
             keeps = kwargs.get("retain_graph", args[0] if args else None)
             gradients = _listed(grad_tensors)
             has_gradient = any(one is not None for one in gradients)
@@ -371,9 +380,10 @@ class Watch:
         def told(loader: Any) -> Any:
             if self.session() is None:
                 return iterate(loader)
-            batches = loader.batch_sampler
-            for sampler in (batches, getattr(batches, "sampler", None), loader.sampler):
-                self._watch_sampler(sampler)
+            with suppress(Exception):  # a sampler of the program's own may refuse to be asked
+                batches = loader.batch_sampler
+                for sampler in (batches, getattr(batches, "sampler", None), loader.sampler):
+                    self._watch_sampler(sampler)
             if not isinstance(loader.dataset, IterableDataset):
                 self._tell("opened", loader)
             before, self._here.opening = self._here.opening, loader

@@ -9,7 +9,6 @@ import random
 import signal
 import threading
 import warnings
-import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -62,7 +62,7 @@ class WorkerGenerators(Lint):
     """
 
     def __init__(self) -> None:
-        self._by_loader: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], _Seen]] = weakref.WeakKeyDictionary()
+        self._by_loader: Objects[Any, dict[tuple[int, str], _Seen]] = Objects()
         self._all: list[_Seen] = []
 
     @override

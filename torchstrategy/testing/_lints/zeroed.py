@@ -16,6 +16,7 @@ from torchstrategy._base.torch_internals import have_gradient_hooks
 from torchstrategy.testing._lints.facts import Facts, address_of, tensors_in
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import is_zero
+from torchstrategy.testing._lints.known import version_of
 from torchstrategy.testing._lints.lint import Follower
 from torchstrategy.testing._lints.losses import leaves_of
 from torchstrategy.testing._lints.places import CLIPPING, Place, here, is_within
@@ -127,7 +128,7 @@ class Zeroed(Follower):
         first = next((one for one in facts.parameters() if id(one) in changed and one.grad is not None), None)
         if first is None or first.grad is None:
             return
-        call = _Call(facts.backwards[-1].way, changed, (weakref.ref(first), first.grad._version))
+        call = _Call(facts.backwards[-1].way, changed, (weakref.ref(first), version_of(first.grad)))
         if seen.is_suspicious:
             for parameter in facts.parameters():
                 if id(parameter) in changed and parameter.grad is not None:
@@ -198,7 +199,7 @@ class Zeroed(Follower):
 def _is_lost(facts: Facts, call: _Call) -> bool:
     there, version = call.first
     first = there()
-    if first is None or (first.grad is not None and first.grad._version == version):
+    if first is None or (first.grad is not None and version_of(first.grad) == version):
         return False  # as nearly always: there is no need to look at the others
     gradients = [one.grad for one in facts.parameters() if id(one) in call.changed]
     return all(gradient is None or is_zero(gradient) for gradient in gradients)
