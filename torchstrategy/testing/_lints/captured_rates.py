@@ -100,7 +100,7 @@ def _rates_of(optimizer: torch.optim.Optimizer) -> dict[_Rate, float]:
     trained = {
         at: group
         for at, group in enumerate(optimizer.param_groups)
-        if any(parameter.grad is not None or parameter.requires_grad for parameter in group["params"])
+        if any(parameter.grad is not None or parameter.requires_grad for parameter in group.get("params", ()))
     }
     rates: dict[_Rate, float] = {}
     for at, group in trained.items():

@@ -87,7 +87,7 @@ def _named_moments(optimizer: torch.optim.Optimizer, state: Any) -> list[tuple[s
     if not isinstance(known, dict) or not isinstance(groups, list):
         return []
     parameters = parameters_of(optimizer)
-    positions = [position for group in groups for position in group["params"]]
+    positions = [position for group in groups for position in group.get("params", ())]
     names = longest_names(parameters)
     found = []
     for position, parameter in zip(positions, parameters, strict=False):

@@ -151,7 +151,7 @@ def _rates_of(optimizer: torch.optim.Optimizer) -> Iterator[float]:
     """The learning rate of each parameter."""
     for group in optimizer.param_groups:
         rate = number_of(group.get("lr")) or 0.0
-        for _ in group["params"]:
+        for _ in group.get("params", ()):
             yield rate
 
 

@@ -99,7 +99,7 @@ def _updated(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         parameter
         for group in optimizer.param_groups
         if not _is_zero(group.get("lr"))
-        for parameter in group["params"]
+        for parameter in group.get("params", ())
         if parameter.grad is not None and can_be_read(parameter) and parameter.numel()
     ]
 
