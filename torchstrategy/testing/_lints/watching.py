@@ -137,6 +137,7 @@ class Watch:
         devices += [] if device is None else [device, device.Stream, device.Event]
         waits = [(owner, "synchronize") for owner in devices]
         optimizer, module, wrapped = torch.optim.Optimizer, torch.nn.Module, DistributedDataParallel
+        makes_group = self._grouping(dist.new_group)
         return [
             *[(owner, name, self._after(getattr(owner, name), self._synchronized)) for owner, name in waits],
             (autograd, "backward", self._backward(autograd.backward)),
@@ -151,8 +152,8 @@ class Watch:
             (ReduceLROnPlateau, "step", self._after(ReduceLROnPlateau.step, self._measured)),
             *[(torch.Tensor, name, self._before(getattr(torch.Tensor, name), self._shown)) for name in _SHOWING],
             *self._replaced_of_graphs(),
-            (dist, "new_group", self._grouping(dist.new_group)),
-            (dist.distributed_c10d, "new_group", self._grouping(dist.distributed_c10d.new_group)),
+            (dist, "new_group", makes_group),
+            (dist.distributed_c10d, "new_group", makes_group),
             (scaler, "scale", self._after(scaler.scale, self._scaled)),
             (scaler, "step", self._scaled_step(scaler.step)),
             (DataLoader, "__iter__", self._iterating(DataLoader.__iter__)),
