@@ -146,6 +146,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "generators",
             "group_settings",
             "horizons",
+            "kept_buffers",
             "kept_states",
             "messages",
             "metrics",
@@ -174,6 +175,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "sharded_apart",
             "shards",
             "streams",
+            "thrown_replicas",
             "totals",
             "undone_modes",
             "unmatched_names",
@@ -186,6 +188,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         },
         {
             "averages",
+            "counted_again",
             "frozen_norms",
             "gradient_hooks",
             "lost_ties",

@@ -119,7 +119,16 @@ def builtin_functions_as_attributes_of_a_class(folder: Path) -> object:
 
 @program
 def replaced_functions_are_pickled(folder: Path) -> object:
-    functions: list[Any] = [torch.load, torch.save, os.listdir, os.replace, os.path.exists, os.path.getmtime, open, dist.new_group]
+    functions: list[Any] = [
+        torch.load,
+        torch.save,
+        os.listdir,
+        os.replace,
+        os.path.exists,
+        os.path.getmtime,
+        open,
+        dist.new_group,
+    ]
     return [pickle.loads(pickle.dumps(function)) is function for function in functions]
 
 

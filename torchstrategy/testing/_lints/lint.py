@@ -118,6 +118,9 @@ class Lint:
     def sets_epoch(self, facts: Facts, sampler: Any) -> None:
         """`set_epoch` of a sampler was called: of a `DistributedSampler`, or of one of the program's own."""
 
+    def ran_replicas(self, facts: Facts, replica: torch.nn.Module, before: dict[tuple[str, str], Any]) -> None:
+        """`nn.DataParallel` has run replicas: one of them, and what it held before."""
+
     def hooked(self, facts: Facts, model: Any, place: Place, given: torch.Tensor, future: Any) -> None:
         """A hook of gradients, registered at a place, got some numbers, and has returned a future of what to write."""
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from torchstrategy.testing._lints.torch_internals import replaced_functions
 from torchstrategy.testing._ranks.lines import is_the_users, places_of_the_user
 
+CHECKPOINTS = "torch.utils.checkpoint"
+_AGAIN = ("unpack_hook", "backward")  # its functions that backward calls, without and with `use_reentrant`
 CLIPPING = "torch.nn.utils.clip_grad"  # it multiplies gradients by what keeps their norm small
 # In whose frames a function with a backward of its own runs.
 FUNCTIONS = ("torch.autograd.function", replaced_functions.__module__)
@@ -118,9 +120,14 @@ def lines_around(module: str) -> tuple[Place | None, Place | None]:
     return None, None
 
 
-def is_within(module: str) -> bool:
-    """Whether an operator comes from a function of a module."""
-    return next(frames_of(module), None) is not None
+def is_within(module: str, most: int | None = _NEAR) -> bool:
+    """Whether an operator comes from a function of a module, among the innermost calls; `most` None: among all."""
+    return next(frames_of(module, most), None) is not None
+
+
+def is_computed_again() -> bool:
+    """Whether backward computes a part of a model again, of which `torch.utils.checkpoint` has kept the input alone."""
+    return any(frame.f_code.co_name in _AGAIN for frame in frames_of(CHECKPOINTS, None))
 
 
 def is_in_a_function() -> bool:

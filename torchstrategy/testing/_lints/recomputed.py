@@ -14,10 +14,8 @@ from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, checksum, numbers_of
 from torchstrategy.testing._lints.lint import Lint, Seen
-from torchstrategy.testing._lints.places import Place, frames_of, lines_around
+from torchstrategy.testing._lints.places import CHECKPOINTS, Place, is_computed_again, is_within, lines_around
 
-_CHECKPOINTS = "torch.utils.checkpoint"
-_AGAIN = ("unpack_hook", "backward")  # its functions that backward calls, without and with `use_reentrant`
 _MOST = 64  # masks that a rank has drawn again
 _aten = torch.ops.aten
 
@@ -65,13 +63,12 @@ class Recomputed(Lint):
         mask = result[1] if isinstance(result, (tuple, list)) else result
         if self._again[facts.rank] >= _MOST or not can_be_read(mask):
             return
-        functions = [frame.f_code.co_name for frame in frames_of(_CHECKPOINTS, None)]
-        if not functions:
+        if not is_within(CHECKPOINTS, None):
             return
         drawn, masks = self._drawn[facts.rank], self._masks[facts.rank]
-        place, part = lines_around(_CHECKPOINTS)
+        place, part = lines_around(CHECKPOINTS)
         its = mask.numel(), checksum(numbers_of(mask))
-        if not any(name in _AGAIN for name in functions):
+        if not is_computed_again():
             masks.add(its)
             drawn.setdefault(place, _Drawn(part or Place("", 0)))
         elif place in drawn:

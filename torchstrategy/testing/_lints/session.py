@@ -20,6 +20,7 @@ from torchstrategy.testing._lints.checkpoints import Checkpoints
 from torchstrategy.testing._lints.clipped_alone import ClippedAlone
 from torchstrategy.testing._lints.clipping import Clipping
 from torchstrategy.testing._lints.copies import gradient_used
+from torchstrategy.testing._lints.counted_again import CountedAgain
 from torchstrategy.testing._lints.divided import Divided
 from torchstrategy.testing._lints.divided_rows import DividedRows
 from torchstrategy.testing._lints.dropped import Dropped
@@ -37,6 +38,7 @@ from torchstrategy.testing._lints.generators import Generators
 from torchstrategy.testing._lints.gradient_hooks import GradientHooks
 from torchstrategy.testing._lints.group_settings import GroupSettings
 from torchstrategy.testing._lints.horizons import Horizons
+from torchstrategy.testing._lints.kept_buffers import KeptBuffers
 from torchstrategy.testing._lints.kept_states import KeptStates
 from torchstrategy.testing._lints.known import version_of
 from torchstrategy.testing._lints.lint import Follower, Lint, Seen
@@ -72,6 +74,7 @@ from torchstrategy.testing._lints.schedulers import Schedulers
 from torchstrategy.testing._lints.sharded_apart import ShardedApart
 from torchstrategy.testing._lints.shards import Shards
 from torchstrategy.testing._lints.streams import Streams
+from torchstrategy.testing._lints.thrown_replicas import ThrownReplicas
 from torchstrategy.testing._lints.ties import Ties
 from torchstrategy.testing._lints.totals import Totals
 from torchstrategy.testing._lints.undone_modes import UndoneModes
@@ -146,6 +149,9 @@ _LINTS: tuple[Callable[[], Lint], ...] = (
     Noise,
     FedRows,
     OldCopies,
+    CountedAgain,
+    ThrownReplicas,
+    KeptBuffers,
 )
 
 

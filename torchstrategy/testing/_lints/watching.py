@@ -26,6 +26,7 @@ from torchstrategy.testing._lints.lost_ties import replaced as replaced_for_ties
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.own_steps import WRITES
 from torchstrategy.testing._lints.session import Session
+from torchstrategy.testing._lints.thrown_replicas import state_of
 from torchstrategy.testing._lints.torch_internals import (
     LoaderIterator,
     replaced_functions,
@@ -147,6 +148,7 @@ class Watch:
             (optimizer, "__init__", self._after(optimizer.__init__, self._has_optimizer)),
             (optimizer, "zero_grad", self._before(optimizer.zero_grad, self._zeroed)),
             (module, "zero_grad", self._before(module.zero_grad, self._zeroed)),
+            (torch.nn.DataParallel, "parallel_apply", self._replicating(torch.nn.DataParallel.parallel_apply)),
             (module, "train", self._changing(module.train)),
             (LRScheduler, "step", self._after(LRScheduler.step, self._scheduled)),
             (ReduceLROnPlateau, "step", self._after(ReduceLROnPlateau.step, self._measured)),
@@ -359,6 +361,18 @@ class Watch:
                 self._tell("gave_gradients", parameters, gradients)
                 self._tell("went_back", call)
             return gradients
+
+        return told
+
+    def _replicating(self, run: Method) -> Method:
+        @functools.wraps(run)
+        def told(parallel: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(replicas) < 2:  # the model itself
+                return run(parallel, replicas, *args, **kwargs)
+            before = state_of(replicas[0])
+            results = run(parallel, replicas, *args, **kwargs)
+            self._tell("saw", "ran_replicas", replicas[0], before)
+            return results
 
         return told
 

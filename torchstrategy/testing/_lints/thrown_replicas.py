@@ -1,0 +1,86 @@
+"""What a module writes on itself where `nn.DataParallel` runs replicas of it, and throws them away."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from contextlib import suppress
+from typing import Any, NamedTuple, final
+
+from torch import nn
+from typing_extensions import override
+
+from torchstrategy.testing._lints.facts import Facts
+from torchstrategy.testing._lints.findings import Finding, finding, some
+from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.places import Place, here
+
+_ENOUGH = 2  # calls
+State = dict[tuple[str, str], Any]
+"""What replicas hold, by the name of the module in them and the name of the attribute."""
+
+
+class _Lost(NamedTuple):
+    kind: str
+    name: str
+    called_at: Place
+
+
+@final
+class ThrownReplicas(Lint):
+    """Compares what replicas hold after they have run with what they held before.
+
+    Counts, such as `self.steps += 1`, and buffers that are replaced, as by `self.mean = 0.9 * self.mean + ...`. What a
+    module writes and reads in one call is nobody's loss.
+    """
+
+    def __init__(self) -> None:
+        self._lost: Counter[_Lost] = Counter()
+
+    @override
+    def ran_replicas(self, facts: Facts, replica: nn.Module, before: State) -> None:
+        modules = dict(replica.named_modules())
+        place = here()
+        for (prefix, name), value in state_of(replica).items():
+            old = before.get((prefix, name))
+            if old is not None and old is not value and _counts_on(modules[prefix], name):
+                self._lost[_Lost(type(modules[prefix]).__name__, name, place)] += 1
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        by_place: dict[Place, list[_Lost]] = {}
+        for lost, times in self._lost.items():
+            if times >= _ENOUGH:
+                by_place.setdefault(lost.called_at, []).append(lost)
+        return [
+            finding(
+                "written-on-a-replica",
+                f"`nn.DataParallel` ({place}) runs replicas of the model, and throws them away after each call. With "
+                f"them goes what they write on themselves: {some([f'{one.kind}.{one.name}' for one in those])}. It has "
+                "its first value again in the next call.",
+                "Write it outside of the model, before the call; or `buffer.add_(1)` in place, which the first device "
+                "keeps.",
+                [place],
+            )
+            for place, those in by_place.items()
+        ]
+
+
+def state_of(replica: nn.Module) -> State:
+    """The numbers and the buffers of a replica."""
+    found: State = {}
+    for prefix, module in replica.named_modules():
+        numbers = {name: value for name, value in vars(module).items() if type(value) in (int, float)}
+        buffers = vars(module).get("_buffers", {})
+        found |= {(prefix, name): value for name, value in (*numbers.items(), *buffers.items()) if name[:1] != "_"}
+    return found
+
+
+def _counts_on(module: nn.Module, name: str) -> bool:
+    """Whether the source of a module computes an attribute from its own value."""
+    with suppress(OSError, TypeError):  # it has no source
+        source = inspect.getsource(type(module))
+        own = rf"\.{re.escape(name)}"
+        return bool(re.search(rf"{own}\s*[-+*/]=|{own}\s*=[^=\n][^\n]*{own}\b", source))
+    return False
