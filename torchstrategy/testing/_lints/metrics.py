@@ -13,6 +13,7 @@ from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.modules import parameters_in
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 
@@ -64,7 +65,7 @@ def _ranks_of(facts: Facts, optimizer: torch.optim.Optimizer) -> tuple[int, ...]
     own = set(map(id, parameters_of(optimizer)))
     for model in facts.models:
         wrapped = model.model()
-        if wrapped is not None and not own.isdisjoint(map(id, wrapped.parameters())):
+        if wrapped is not None and not own.isdisjoint(map(id, parameters_in(wrapped))):
             return model.ranks
     return ()
 
