@@ -249,7 +249,8 @@ class Copies:
     def _part(self, parted: Parted, there: dict[int, Snapshot]) -> None:
         self.parted = parted
         for name in parted.names[:_MOST_KEPT]:
-            found = [there[rank].tensors[name]() for rank in self.ranks]
+            held = [there[rank].tensors.get(name) for rank in self.ranks]  # a buffer may be on some ranks alone
+            found = [tensor() for tensor in held if tensor is not None]
             self._kept[name] = [tensor for tensor in found if tensor is not None]
 
 
@@ -287,7 +288,7 @@ def _are_rounded(first: Snapshot, other: Snapshot, names: list[str]) -> bool:
         mine, theirs = first.gradients.get(name), other.gradients.get(name)
         if mine != theirs:
             return True
-        value, others = first.values[name], other.values[name]
+        value, others = first.values[name], other.values.get(name)
         if mine is None and value is not None and others is not None and not value.is_close_to(others):
             return False
     return all(first.gradients.get(name) is None for name in names)

@@ -94,7 +94,7 @@ def _named_moments(optimizer: torch.optim.Optimizer, state: Any) -> list[tuple[s
         moments = known.get(position)
         first = next(filter(is_moment, moments.values()), None) if isinstance(moments, dict) else None
         name = names.get(id(parameter), "").removeprefix(WRAPPER)
-        if first is not None and name and can_be_read(first):
+        if first is not None and name and first.numel() and can_be_read(first):
             numbers = numbers_of(first)
             with torch.no_grad(), unwatched(), without_modes():
                 is_drawn = bool((numbers != numbers.view(-1)[0]).any())  # those that are all zero are alike
