@@ -84,21 +84,21 @@ def _look_into(value: dict[Any, Any], checkpoint: Checkpoint) -> Iterator[torch.
             yield one
         elif isinstance(one, int) and not isinstance(one, bool) and isinstance(name, str):
             checkpoint.numbers.setdefault(name, one)
-        elif isinstance(one, dict) and _is_of_optimizer(one):
-            checkpoint.groups.append(one["param_groups"])
-            for known in one["state"].values():
-                for kind, moment in known.items() if isinstance(known, dict) else ():
+        elif isinstance(one, dict) and _is_of_optimizer(one):  # a `get` of the program's own is not called
+            checkpoint.groups.append(dict.get(one, "param_groups"))
+            for known in dict.values(one["state"]):
+                for kind, moment in dict.items(known) if isinstance(known, dict) else ():
                     if is_moment(moment):
                         checkpoint.moments.add(kind)
                         yield moment
-        elif depth < _DEEPEST and isinstance(one, dict) and not _OF_SCHEDULES & one.keys():
-            waiting += [(key if depth < _DEEPEST_NUMBER else None, inner, depth + 1) for key, inner in one.items()]
+        elif depth < _DEEPEST and isinstance(one, dict) and not _OF_SCHEDULES & dict.keys(one):
+            waiting += [(key if depth < _DEEPEST_NUMBER else None, inner, depth + 1) for key, inner in dict.items(one)]
         elif depth < _DEEPEST and isinstance(one, (list, tuple)):
             waiting += [(None, inner, _DEEPEST_NUMBER + 1) for inner in one]
 
 
 def _is_of_optimizer(value: dict[Any, Any]) -> bool:
-    return isinstance(value.get("param_groups"), list) and isinstance(value.get("state"), dict)
+    return isinstance(dict.get(value, "param_groups"), list) and isinstance(dict.get(value, "state"), dict)
 
 
 def is_moment(value: Any) -> bool:

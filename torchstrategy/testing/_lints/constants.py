@@ -88,7 +88,7 @@ def _known_to(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
     defaults = plain.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount]
-    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+    yield from zip(reversed(arguments), reversed(defaults), strict=False)  # the program may have given it more of them
     yield from (plain.__kwdefaults__ or {}).items()
     yield from ((name, plain.__globals__[name]) for name in code.co_names if name in plain.__globals__)
 

@@ -15,6 +15,8 @@ from torchstrategy.testing._lints.losses import Term
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place
 
+_DEEPEST = 4  # lists in lists
+
 
 @final
 @dataclass
@@ -233,13 +235,13 @@ def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return str(step.__module__).startswith("torch.optim.")
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among what an operator gets or makes, also those in lists."""
+def tensors_in(values: Iterable[Any], depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
+    """The tensors among what an operator gets or makes, also those in lists. A list may have itself."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+        elif isinstance(value, (list, tuple)) and depth:
+            yield from tensors_in(value, depth - 1)
 
 
 def address_of(tensor: Any) -> int:
