@@ -45,6 +45,11 @@ def length_of(thing: Any) -> int | None:
     return asked(lambda: len(thing), None)
 
 
+def entry_of(mapping: Any, key: Any) -> Any:
+    """What a dictionary has; None if it has nothing, or is none. A `get` of the program's own is not called."""
+    return dict.get(mapping, key) if isinstance(mapping, dict) else None
+
+
 def named_in(thing: Any) -> dict[str, Any]:
     """What an object has as its own attributes, by name."""
     nothing: list[tuple[Any, Any]] = []

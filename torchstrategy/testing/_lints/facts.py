@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from torchstrategy.testing._lints.asking import entry_of
 from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.losses import Term
 from torchstrategy.testing._lints.objects import Objects
@@ -225,8 +226,13 @@ class Facts:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, in order."""
-    groups = [group.get("params", ()) for group in optimizer.param_groups]  # some of the program's own have none
-    return [parameter for group in groups for parameter in group]
+    return [parameter for group in optimizer.param_groups for parameter in members_of(group)]
+
+
+def members_of(group: Any) -> list[Any]:
+    """The parameters of a group of an optimizer, or their positions in a state; some of the program's own have none."""
+    members = entry_of(group, "params")
+    return list(members) if isinstance(members, (list, tuple)) else []
 
 
 def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import entry_of
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
@@ -100,7 +101,7 @@ def _settings_of(optimizer: torch.optim.Optimizer, name: str) -> list[Hashable] 
 
     Nor can a number be compared with several.
     """
-    values = [group.get(name) for group in optimizer.param_groups]
+    values = [entry_of(group, name) for group in optimizer.param_groups]
     parts = [part for value in values for part in (value if isinstance(value, (tuple, list)) else [value])]
     lengths = {len(value) if isinstance(value, (tuple, list)) else None for value in values}
     if len(lengths) > 1 or not all(isinstance(part, (int, float)) for part in parts):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import attribute
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
@@ -39,7 +40,8 @@ class Metrics(Lint):
     @override
     def measured(self, facts: Facts, scheduler: Any, metric: Any) -> None:
         number = number_of(metric)
-        ranks = _ranks_of(facts, scheduler.optimizer)
+        optimizer = attribute(scheduler, "optimizer")
+        ranks = _ranks_of(facts, optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ()
         if len(ranks) < 2 or number is None:
             return
         known = self._numbers[facts.rank]

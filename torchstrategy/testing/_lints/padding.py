@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from torchstrategy.testing._lints.asking import asked
+from torchstrategy.testing._lints.asking import attribute, length_of, number_in
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import few_numbers
@@ -72,9 +72,9 @@ class Padding(Lint):
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
         self._open.pop(facts.rank, None)
-        sampler = loader.sampler
+        sampler = attribute(loader, "sampler")
         if facts.size > 1 and isinstance(sampler, DistributedSampler):
-            padded = asked(lambda: _padded(sampler, here()), None)
+            padded = _padded(sampler)
             if padded is not None and padded.given > padded.size:
                 self._open[facts.rank] = _Open(loader, padded)
 
@@ -145,5 +145,10 @@ def _of_all(cases: list[list[_Case]]) -> list[_Case]:
     return [case for case in cases[0] if (case.number, case.padded.given) in common]
 
 
-def _padded(sampler: Any, place: Place) -> _Padded:
-    return _Padded(place, sampler.num_samples, sampler.total_size, len(sampler.dataset), sampler.num_replicas)
+def _padded(sampler: Any) -> _Padded | None:
+    """What a sampler says of itself; None if it does not say all of it."""
+    rows, given, ranks = (number_in(sampler, name) for name in ("num_samples", "total_size", "num_replicas"))
+    size = length_of(attribute(sampler, "dataset"))
+    if rows is None or given is None or size is None or ranks is None:
+        return None
+    return _Padded(here(), rows, given, size, ranks)

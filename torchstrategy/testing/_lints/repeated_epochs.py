@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from torchstrategy.testing._lints.asking import is_set, number_in
+from torchstrategy.testing._lints.asking import attribute, is_set, number_in
 from torchstrategy.testing._lints.checkpoints import Checkpoint, Checkpoints
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -80,7 +80,7 @@ class RepeatedEpochs(Lint):
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
         self._open.pop(facts.rank, None)
-        sampler = getattr(loader, "sampler", None)
+        sampler = attribute(loader, "sampler")
         if facts.rank in self._resumed and isinstance(sampler, DistributedSampler) and sampler in self._epochs:
             self._open[facts.rank] = self._epochs[sampler]
 

@@ -8,7 +8,8 @@ from typing import NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, has_step_of_torch, parameters_of
+from torchstrategy.testing._lints.asking import attribute, entry_of
+from torchstrategy.testing._lints.facts import Facts, has_step_of_torch, members_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.fingerprints import can_be_read, number_of, numbers_of
 from torchstrategy.testing._lints.lint import Lint
@@ -82,10 +83,10 @@ class Roundings(Lint):
         if seen.is_over:
             return
         seen.before = Objects()
-        rates = [number_of(group.get("lr")) or 0.0 for group in optimizer.param_groups]
+        rates = [number_of(entry_of(group, "lr")) or 0.0 for group in optimizer.param_groups]
         rises = not seen.rates or any(now > before for now, before in zip(rates, seen.rates, strict=False))
         seen.rates = rates
-        if rises or number_of(getattr(optimizer, "found_inf", None)):
+        if rises or number_of(attribute(optimizer, "found_inf")):
             return
         seen.steps += 1
         if seen.steps > _SKIPPED:
@@ -148,8 +149,8 @@ def _halves(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     """The learning rate of each parameter, by its id."""
-    rates = [(group, number_of(group.get("lr")) or 0.0) for group in optimizer.param_groups]
-    return {id(parameter): rate for group, rate in rates for parameter in group.get("params", ())}
+    rates = [(group, number_of(entry_of(group, "lr")) or 0.0) for group in optimizer.param_groups]
+    return {id(parameter): rate for group, rate in rates for parameter in members_of(group)}
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 from typing_extensions import override
 
-from torchstrategy.testing._lints.asking import asked, attribute, is_set, named_in, number_in
+from torchstrategy.testing._lints.asking import asked, attribute, is_set, length_of, named_in, number_in
 from torchstrategy.testing._lints.contents import content_of
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -379,7 +379,7 @@ def _divided_twice(loaders: dict[int, _Loader]) -> list[Finding | None]:
         if sampler.num_replicas != len(loaders) or not offered or offered & taken:
             return []
         taken |= offered
-        rows += len(sampler)
+        rows += length_of(sampler) or 0
     return [
         finding(
             "divided-twice",

@@ -99,8 +99,10 @@ def held_by(module: torch.nn.Module, kind: str) -> list[tuple[str, Any]]:
 
 
 def stands_for_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of torch's own class has no memory, and stands for others, as in `vmap` and `jvp`."""
-    return bool(_functorch.is_functorch_wrapped_tensor(tensor)) or torch._is_functional_tensor(tensor)
+    """Whether a tensor of torch's own class has no memory, and stands for others, or for zeros, as in `vmap`, `jvp`."""
+    if tensor._is_zerotensor() or torch._is_functional_tensor(tensor):
+        return True
+    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def is_persistent(module: torch.nn.Module, name: str) -> bool:

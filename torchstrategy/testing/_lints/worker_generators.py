@@ -100,7 +100,7 @@ def _generators_in(thing: Any, depth: int, passed: set[int]) -> Iterator[tuple[A
         return
     passed.add(id(thing))
     if isinstance(thing, (list, tuple, dict)):
-        parts = list(thing.values() if isinstance(thing, dict) else thing)
+        parts = list(dict.values(thing) if isinstance(thing, dict) else thing)
         if len(parts) <= _MOST and depth:
             for part in parts:
                 yield from _generators_in(part, depth - 1, passed)
