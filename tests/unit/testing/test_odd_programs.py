@@ -624,8 +624,9 @@ def with_freed_memory(rank: int) -> None:
 
 def in_transforms(rank: int) -> None:
     """A model is called in `vmap` and `jvp`, whose tensors have no memory."""
-    model, rows = wrapped(nn.Dropout(0.1), nn.Linear(4, 1)), torch.randn(3, 8, 4)
+    model = wrapped(nn.Dropout(0.1), nn.Linear(4, 1))
     train(model)
+    rows = torch.randn(3, 8, 4)
     torch.func.vmap(model, randomness="different")(rows)
     torch.func.vmap(model, randomness="different")(rows[0])
     torch.func.jvp(model, (rows[0],), (rows[0],))
@@ -802,6 +803,22 @@ def with_an_own_schedule(rank: int) -> None:
         schedule.step()
 
 
+def with_a_group_of_settings() -> None:
+    """A wrapper keeps settings in a group without parameters."""
+
+    class Still(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            pass
+
+    model = nn.Linear(4, 1)
+    optimizer = Still(model.parameters(), lr=0.1)
+    optimizer.param_groups.append({"lr": 0.2})
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(8, 4)).mean().backward()
+        optimizer.step()
+
+
 class Named(dict[str, Any]):
     """A dictionary whose `get` is not that of Python."""
 
@@ -834,6 +851,7 @@ OTHERS: dict[str, Program] = {
     "removed between steps": removed_between_steps,
     "removed within a step": removed_within_a_step,
     "removed beside sharded ones": in_ranks(removed_beside_sharded_ones),
+    "a group of settings": with_a_group_of_settings,
     "settings of two kinds": with_settings_of_two_kinds,
     "a parameter that grows": with_a_parameter_that_grows,
     "an own schedule": in_ranks(with_an_own_schedule),
