@@ -4,13 +4,14 @@ torch_internals  the private names of torch that this needs
 places           lines of the program, and comments there that silence a lint
 findings         what lints have found
 pieces           memory of which a fact is known, and what is computed from it
+asking           questions to objects of the program, which may refuse to be asked
 objects          what is known of objects of the program while they are there
 nodes            nodes of autograd's graphs
 known            what is known of tensors while their memory is there
 fingerprints     what is kept of a tensor
 losses           of what a loss is made
 contents         what a data set holds
-modules          the modules that there are, and what parameters are called in them
+modules          the modules that there are, and what they have
 scheduled        schedulers of learning rates, and where they are stepped
 causes           why copies have parted
 multiplied_apart  gradients that ranks have alike, and multiply by numbers that differ

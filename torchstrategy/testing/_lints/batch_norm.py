@@ -12,6 +12,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts, Model
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.modules import modules_in
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import BatchNorm
 
@@ -52,8 +53,7 @@ class FewStatistics(Lint):
         self._ends(facts)
         self._running[facts.rank] = model.key, None
         if (facts.rank, model.key) not in self._called:
-            modules = wrapped.module.named_modules()
-            layers = {name: id(module) for name, module in modules if _is_of_one_rank(module)}
+            layers = {name: id(module) for name, module in modules_in(wrapped.module) if _is_of_one_rank(module)}
             self._called[facts.rank, model.key] = _Seen(layers, len(model.ranks), here())
 
     @override

@@ -116,7 +116,7 @@ def _layer_under(node: Any) -> _Layer | None:
     if name_of(node).startswith("AddBackward"):
         parameters = [_parameter(each) for each in inputs]
         products = [each for each in inputs if each is not None and _is_product(each)]
-        bias = next((one for one in parameters if one is not None), None)
+        bias = next((one for one in parameters if one is not None and one.dim()), None)
         product = products[0] if len(products) == 1 else None
     else:
         product = node if _is_product(node) else None

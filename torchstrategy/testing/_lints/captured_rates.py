@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, has_step_of_torch
+from torchstrategy.testing._lints.facts import Facts, has_step_of_torch, members_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.objects import Objects
@@ -100,7 +100,7 @@ def _rates_of(optimizer: torch.optim.Optimizer) -> dict[_Rate, float]:
     trained = {
         at: group
         for at, group in enumerate(optimizer.param_groups)
-        if any(parameter.grad is not None or parameter.requires_grad for parameter in group.get("params", ()))
+        if any(parameter.grad is not None or parameter.requires_grad for parameter in members_of(group))
     }
     rates: dict[_Rate, float] = {}
     for at, group in trained.items():

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import entry_of
 from torchstrategy.testing._lints.facts import Facts, tensors_in
 from torchstrategy.testing._lints.known import Known
 from torchstrategy.testing._lints.lint import Lint
@@ -64,13 +65,14 @@ class Checkpoints(Lint):
 
     def of_optimizer(self, facts: Facts, state: Any) -> Checkpoint | None:
         """The checkpoint from which the state of an optimizer is; None if there is none."""
-        groups = state.get("param_groups") if isinstance(state, dict) else None
+        groups = entry_of(state, "param_groups")
         for checkpoint in self._groups[facts.rank]:
             if any(groups is its for its in checkpoint.groups):
                 return checkpoint
-        moments = state.get("state") if isinstance(state, dict) else None
-        several = moments.values() if isinstance(moments, dict) else ()
-        return self.of_tensors(facts, [one for known in several if isinstance(known, dict) for one in known.values()])
+        moments = entry_of(state, "state")
+        several = dict.values(moments) if isinstance(moments, dict) else ()
+        each = [dict.values(known) for known in several if isinstance(known, dict)]
+        return self.of_tensors(facts, [one for values in each for one in values])
 
 
 def _look_into(value: dict[Any, Any], checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
@@ -85,20 +87,20 @@ def _look_into(value: dict[Any, Any], checkpoint: Checkpoint) -> Iterator[torch.
         elif isinstance(one, int) and not isinstance(one, bool) and isinstance(name, str):
             checkpoint.numbers.setdefault(name, one)
         elif isinstance(one, dict) and _is_of_optimizer(one):
-            checkpoint.groups.append(one["param_groups"])
-            for known in one["state"].values():
-                for kind, moment in known.items() if isinstance(known, dict) else ():
+            checkpoint.groups.append(entry_of(one, "param_groups"))
+            for known in dict.values(entry_of(one, "state")):
+                for kind, moment in dict.items(known) if isinstance(known, dict) else ():
                     if is_moment(moment):
                         checkpoint.moments.add(kind)
                         yield moment
-        elif depth < _DEEPEST and isinstance(one, dict) and not _OF_SCHEDULES & one.keys():
-            waiting += [(key if depth < _DEEPEST_NUMBER else None, inner, depth + 1) for key, inner in one.items()]
+        elif depth < _DEEPEST and isinstance(one, dict) and not _OF_SCHEDULES & dict.keys(one):
+            waiting += [(key if depth < _DEEPEST_NUMBER else None, inner, depth + 1) for key, inner in dict.items(one)]
         elif depth < _DEEPEST and isinstance(one, (list, tuple)):
             waiting += [(None, inner, _DEEPEST_NUMBER + 1) for inner in one]
 
 
 def _is_of_optimizer(value: dict[Any, Any]) -> bool:
-    return isinstance(value.get("param_groups"), list) and isinstance(value.get("state"), dict)
+    return isinstance(entry_of(value, "param_groups"), list) and isinstance(entry_of(value, "state"), dict)
 
 
 def is_moment(value: Any) -> bool:

@@ -9,6 +9,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from torchstrategy.testing._lints.asking import attribute, named_in
+
 _DEEPEST = 3  # a function that calls another one
 
 
@@ -44,8 +46,8 @@ def _numbers(function: Any, depth: int) -> Iterator[tuple[str, int]]:
     for name, value in _known_to(function):
         if isinstance(value, int) and not isinstance(value, bool):
             yield name, value
-        elif code is not None and hasattr(value, "__dict__") and not isinstance(value, types.ModuleType):
-            named = vars(value)
+        elif code is not None and not isinstance(value, types.ModuleType):
+            named = named_in(value)
             numbers = {attribute: named[attribute] for attribute in code.co_names if attribute in named}
             yield from ((one, it) for one, it in numbers.items() if isinstance(it, int) and not isinstance(it, bool))
     if depth:
@@ -79,7 +81,7 @@ def _known_to(function: Any) -> Iterator[tuple[str, Any]]:
         return
     plain = _plain(function)
     if plain is not function:
-        yield "self", getattr(function, "__self__", function)
+        yield "self", attribute(function, "__self__", function)
     if plain is None:
         return
     code, cells = plain.__code__, plain.__closure__ or ()
@@ -88,7 +90,7 @@ def _known_to(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
     defaults = plain.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount]
-    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+    yield from zip(reversed(arguments), reversed(defaults), strict=False)  # the program may have given it more of them
     yield from (plain.__kwdefaults__ or {}).items()
     yield from ((name, plain.__globals__[name]) for name in code.co_names if name in plain.__globals__)
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchstrategy.testing._lints.asking import named_in
 from torchstrategy.testing._lints.fingerprints import checksum, has_ordinary_numbers, numbers_of
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.program import unwatched
@@ -44,9 +45,9 @@ def _words_of(value: Any, depth: int) -> Iterator[str]:
         items: Iterable[Any] = value.items() if isinstance(value, dict) else value
         for item in islice(items, _MOST_ITEMS if depth else 0):
             yield from _words_of(item, depth - 1)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
+    elif depth and not isinstance(value, (type, nn.Module)) and not callable(value):
         yield type(value).__qualname__
-        for name, held in islice(vars(value).items(), _MOST_ITEMS):
+        for name, held in islice(named_in(value).items(), _MOST_ITEMS):
             yield name
             yield from _words_of(held, depth - 1)
     else:

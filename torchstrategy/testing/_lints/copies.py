@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy.testing._lints.facts import Factor, Facts, address_of
+from torchstrategy.testing._lints.facts import Factor, Facts
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint, of_sparse
 from torchstrategy.testing._lints.places import Place, here
 
@@ -86,7 +86,7 @@ def gradient_used(facts: Facts, parameter: torch.Tensor) -> Used:
     if gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.sparse_coo:
         return Used(*of_sparse(gradient), None)
     # The step is made with what is in the flat tensor.
-    numbers = None if address_of(gradient) in facts.apart else fingerprint(gradient)
+    numbers = None if facts.address_of_gradient(parameter) in facts.apart else fingerprint(gradient)
     return Used(numbers, None, facts.multiplied(gradient))
 
 
@@ -249,7 +249,8 @@ class Copies:
     def _part(self, parted: Parted, there: dict[int, Snapshot]) -> None:
         self.parted = parted
         for name in parted.names[:_MOST_KEPT]:
-            found = [there[rank].tensors[name]() for rank in self.ranks]
+            held = [there[rank].tensors.get(name) for rank in self.ranks]  # a buffer may be on some ranks alone
+            found = [tensor() for tensor in held if tensor is not None]
             self._kept[name] = [tensor for tensor in found if tensor is not None]
 
 
@@ -287,7 +288,7 @@ def _are_rounded(first: Snapshot, other: Snapshot, names: list[str]) -> bool:
         mine, theirs = first.gradients.get(name), other.gradients.get(name)
         if mine != theirs:
             return True
-        value, others = first.values[name], other.values[name]
+        value, others = first.values[name], other.values.get(name)
         if mine is None and value is not None and others is not None and not value.is_close_to(others):
             return False
     return all(first.gradients.get(name) is None for name in names)

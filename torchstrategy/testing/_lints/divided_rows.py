@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import attribute, number_in
 from torchstrategy.testing._lints.facts import Facts, address_of
 from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks
 from torchstrategy.testing._lints.lint import Lint
@@ -69,10 +70,10 @@ class DividedRows(Lint):
     @override
     def drew(self, facts: Facts, loader: Any, rows: Any) -> None:
         opened, place = self._opened.get(facts.rank, (None, None))
-        sampler = getattr(loader, "sampler", None)
+        sampler = attribute(loader, "sampler")
         if opened is loader and isinstance(rows, (list, tuple)) and isinstance(sampler, DistributedSampler):
             step = self._step[facts.rank]
-            step.read_at = place if sampler.num_replicas == facts.size else None
+            step.read_at = place if number_in(sampler, "num_replicas") == facts.size else None
             step.rows = tuple(rows)
 
     @override

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, address_of, tensors_in
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.known import Known
+from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.lint import Follower, Seen
 from torchstrategy.testing._lints.places import Place, calls_of_the_user
 from torchstrategy.testing._ranks.lines import is_of_a_package
@@ -174,7 +174,7 @@ class Dropped(Follower):
             self._copies[facts.rank].put(result, _spot_here())
 
     def _follow(self, facts: Facts, result: torch.Tensor, spot: _Spot) -> None:
-        if not spot.place.file:
+        if not spot.place.file or not is_plain(result):
             return
         there = self._those_left(facts.rank, facts.steps)
         if sum(one.spot == spot for one in there) >= _KEPT:

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from torchstrategy.testing._lints.asking import entry_of
 from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.losses import Term
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place
+
+_DEEPEST = 4  # lists in lists
 
 
 @final
@@ -152,9 +155,14 @@ class Facts:
         return None if given is None else given()
 
     def address_of_gradient(self, parameter: torch.Tensor) -> int:
-        """Where its gradient is, or was: a program may keep what it has put together of gradients alone."""
+        """Where its gradient of the last `backward` is; 0 if the program has put another one there.
+
+        Those of `torch.autograd.grad` may be gone: a program may keep what it has put together of them alone. Another
+        tensor may be where the gradient of another parameter was.
+        """
+        made = self.gradients.get(id(parameter), 0)
         is_given = parameter.grad is None and id(parameter) in self.given
-        return self.gradients.get(id(parameter), 0) if is_given else address_of(parameter.grad)
+        return made if is_given or address_of(parameter.grad) == made else 0
 
     def gradients_in(self, written: Any) -> set[int]:
         """The addresses of gradients among what an operator writes: a tensor, or several."""
@@ -223,8 +231,13 @@ class Facts:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, in order."""
-    groups = [group.get("params", ()) for group in optimizer.param_groups]  # some of the program's own have none
-    return [parameter for group in groups for parameter in group]
+    return [parameter for group in optimizer.param_groups for parameter in members_of(group)]
+
+
+def members_of(group: Any) -> list[Any]:
+    """The parameters of a group of an optimizer, or their positions in a state; some of the program's own have none."""
+    members = entry_of(group, "params")
+    return list(members) if isinstance(members, (list, tuple)) else []
 
 
 def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
@@ -233,13 +246,13 @@ def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return str(step.__module__).startswith("torch.optim.")
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among what an operator gets or makes, also those in lists."""
+def tensors_in(values: Iterable[Any], depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
+    """The tensors among what an operator gets or makes, also those in lists. A list may have itself."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+        elif isinstance(value, (list, tuple)) and depth:
+            yield from tensors_in(value, depth - 1)
 
 
 def address_of(tensor: Any) -> int:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchstrategy._base.memory import memory_at
+from torchstrategy._base.memory import memory_at, own_storage
+from torchstrategy.testing._lints.asking import asked
 from torchstrategy.testing._lints.known import is_plain
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.memory import on_cpu
@@ -46,6 +47,12 @@ _ORDINARY = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
     | {torch.int8, torch.int16, torch.int32, torch.int64}
 )
+# With others, such as quantized or packed ones, torch cannot compute.
+_READABLE = _ORDINARY | {
+    *(torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    torch.float8_e8m0fnu,
+}
 
 
 def has_ordinary_numbers(tensor: torch.Tensor) -> bool:
@@ -54,8 +61,12 @@ def has_ordinary_numbers(tensor: torch.Tensor) -> bool:
 
 
 def can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has numbers of its own, in one piece of memory."""
-    return is_plain(tensor) and not (shapes_only() and is_simulated(tensor) and is_large([tensor]))
+    """Whether a tensor has numbers of its own, in one piece of memory, which is there."""
+    if not is_plain(tensor) or tensor.dtype not in _READABLE:
+        return False
+    if tensor.numel() and own_storage(tensor) is None:  # the program may have freed it
+        return False
+    return not (shapes_only() and is_simulated(tensor) and is_large([tensor]))
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,7 +135,8 @@ def few_numbers(tensor: torch.Tensor) -> list[Any] | None:
 def number_of(value: Any) -> float | None:
     """The number that a value is, or that a tensor has; None if there is none, or it cannot be read."""
     if not isinstance(value, torch.Tensor):
-        return float(value) if isinstance(value, (int, float)) else None
+        # A whole number may be too large.
+        return asked(lambda: float(value), None) if isinstance(value, (int, float)) else None
     if value.numel() != 1 or not can_be_read(value) or value.is_complex():
         return None
     here = numbers_of(value)

@@ -18,7 +18,7 @@ from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.fingerprints import Fingerprint, can_be_read, fingerprint, numbers_of
 from torchstrategy.testing._lints.known import Known
 from torchstrategy.testing._lints.lint import Lint, Seen
-from torchstrategy.testing._lints.modules import WRAPPER, living_modules
+from torchstrategy.testing._lints.modules import WRAPPER, living_modules, modules_in, parameters_in
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import BatchNorm, without_modes
 from torchstrategy.testing._simulation.program import unwatched
@@ -133,7 +133,7 @@ class FrozenNorms(Lint):
         if layer is None or before is None:
             norm.is_used = True
             return
-        name = max((name for one in modules for name, other in one.named_modules() if other is layer), key=len)
+        name = max((name for one in modules for name, other in modules_in(one) if other is layer), key=len)
         frozen: list[weakref.ref[torch.Tensor]] = [weakref.ref(parameter) for parameter in before]
         norm.part = _Part(name.removeprefix(WRAPPER), frozen, _values_of(frozen))
         self._found[id(layer)] = norm
@@ -144,11 +144,11 @@ def _frozen_before(layer: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Pa
     smallest: list[nn.Parameter] | None = None
     size = 0
     for module in modules:
-        parameters = list(module.parameters())
+        parameters = parameters_in(module)
         at = next((at for at, one in enumerate(parameters) if one is layer.weight), 0)
         has_weights = any(one.dim() > 1 for one in parameters[:at])  # a norm before it has none
         if has_weights and (smallest is None or len(parameters) < size):
-            smallest, size = [*parameters[:at], *layer.parameters()], len(parameters)
+            smallest, size = [*parameters[:at], *parameters_in(layer)], len(parameters)
     return None if smallest is None or any(one.requires_grad for one in smallest) else smallest
 
 

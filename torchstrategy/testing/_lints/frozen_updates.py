@@ -35,15 +35,15 @@ class _Seen:
 
     Attributes:
         steps: How many steps it has made.
-        trained: The positions of parameters that required a gradient at one of them, and had it.
-        before: What frozen parameters with a gradient of zeros were before the step that it is making, by position.
+        trained: The parameters that required a gradient at one of them, and had it.
+        before: What frozen parameters with a gradient of zeros were before the step that it is making.
         changed: How many steps in a row have changed some of them.
         is_over: Whether that has been found.
     """
 
     steps: int = 0
-    trained: set[int] = field(default_factory=set)
-    before: dict[int, torch.Tensor] = field(default_factory=dict)
+    trained: Objects[torch.Tensor, None] = field(default_factory=Objects)
+    before: Objects[torch.Tensor, torch.Tensor] = field(default_factory=Objects)
     changed: int = 0
     is_over: bool = False
 
@@ -64,28 +64,27 @@ class FrozenUpdates(Lint):
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         seen = self._seen.setdefault(optimizer, _Seen())
         seen.steps += 1
-        seen.before = {}
+        seen.before = Objects()
         if seen.is_over:
             return
         changed = set().union(*(call.changed for call in facts.backwards))
-        for at, parameter in enumerate(parameters_of(optimizer)):
+        for parameter in parameters_of(optimizer):
             if parameter.grad is None:
                 continue
-            may_be_frozen = at in seen.trained and id(parameter) not in changed and len(seen.before) < _MOST
+            may_be_frozen = parameter in seen.trained and id(parameter) not in changed and len(seen.before) < _MOST
             if parameter.requires_grad:
-                seen.trained.add(at)
+                seen.trained[parameter] = None
             elif may_be_frozen and can_be_read(parameter) and is_zero(parameter.grad):
-                seen.before[at] = _copy(parameter)
+                seen.before[parameter] = _copy(parameter)
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         seen = self._seen.get(optimizer)
         if seen is None or seen.is_over:
             return
-        parameters = parameters_of(optimizer)
-        changed = [parameters[at] for at, before in seen.before.items() if _differs(parameters[at], before)]
+        changed = [parameter for parameter, before in seen.before.items() if _differs(parameter, before)]
         seen.changed = seen.changed + 1 if changed else 0
-        seen.before = {}
+        seen.before = Objects()
         if seen.changed == _ENOUGH:
             seen.is_over = True
             place = here()
@@ -118,4 +117,4 @@ def _differs(parameter: torch.Tensor, before: torch.Tensor) -> bool:
         return False
     now = numbers_of(parameter)
     with torch.no_grad(), unwatched(), without_modes():
-        return not torch.equal(now, before)
+        return bool((now != before).any())  # `equal` knows less dtypes

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import attribute, length_of, named_in
 from torchstrategy.testing._lints.facts import Facts, tensors_in
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import Fingerprint, can_be_read, fingerprint, numbers_of
@@ -193,14 +195,15 @@ def _print_of(tensor: torch.Tensor) -> Fingerprint | None:
 
 def _columns(read: _Read, ranks: int, rank: int) -> set[Fingerprint]:
     """What the data set of a loader has in its order, if a rank has read every n-th row, and if the order matters."""
-    dataset = getattr(read.loader, "dataset", None)
-    if not isinstance(dataset, Sized):
+    dataset = read.loader.dataset
+    size = length_of(dataset)
+    if size is None or not all(isinstance(row, (int, np.integer)) for row in read.rows):
         return set()
-    size = len(dataset)
-    own = list(range(rank, size, ranks))
-    if read.rows[: len(own)] != own:  # the last rows of some ranks are padding
-        return set()
-    held = getattr(dataset, "tensors", None) or tuple(getattr(dataset, "__dict__", {}).values())
+    own = range(rank, size, ranks)
+    if len(read.rows) < len(own) or any(row != other for row, other in zip(read.rows, own, strict=False)):
+        return set()  # the last rows of some ranks are padding
+    tensors = attribute(dataset, "tensors")
+    held = tensors if isinstance(tensors, (tuple, list)) else tuple(named_in(dataset).values())
     found: set[Fingerprint] = set()
     for value in held:
         column = _tensor_of(value, size)
@@ -218,12 +221,12 @@ def _tensor_of(value: Any, size: int) -> torch.Tensor | None:
     """A column of a data set as a tensor; None of what is none."""
     if not isinstance(value, torch.Tensor):
         is_list = isinstance(value, list) and len(value) == size and all(type(one) in (int, float) for one in value)
-        if not is_list and type(value).__module__ != "numpy":
+        if not is_list and type(value) is not np.ndarray:
             return None
         with unwatched(), without_modes():
             try:
                 value = torch.as_tensor(value)
             except (TypeError, ValueError):  # an array of words
                 return None
-    is_column = value.dim() > 0 and len(value) == size and value.numel() <= _MOST_NUMBERS and can_be_read(value)
+    is_column = can_be_read(value) and value.dim() > 0 and len(value) == size and value.numel() <= _MOST_NUMBERS
     return numbers_of(value) if is_column else None

@@ -161,7 +161,7 @@ class Generators(Lint):
         """Notes which rows are chosen at random, if these are some of many; a shuffled batch has all of its rows."""
         if facts.size < 2 or not self._indices[facts.rank].get(index):
             return
-        if index.numel() >= len(source) or not can_be_read(source) or not can_be_read(index):
+        if not source.dim() or index.numel() >= len(source) or not can_be_read(source) or not can_be_read(index):
             return
         place = here()
         number = self._next(facts.rank, ("rows", place))

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import entry_of
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
@@ -96,10 +97,14 @@ class GroupSettings(Lint):
 
 
 def _settings_of(optimizer: torch.optim.Optimizer, name: str) -> list[Hashable] | None:
-    """The numbers that groups have for a setting; None if one is no number, such as a tensor, which is not read."""
-    values = [group.get(name) for group in optimizer.param_groups]
+    """The numbers that groups have for a setting; None if one is no number, such as a tensor, which is not read.
+
+    Nor can a number be compared with several.
+    """
+    values = [entry_of(group, name) for group in optimizer.param_groups]
     parts = [part for value in values for part in (value if isinstance(value, (tuple, list)) else [value])]
-    if not all(isinstance(part, (int, float)) for part in parts):
+    lengths = {len(value) if isinstance(value, (tuple, list)) else None for value in values}
+    if len(lengths) > 1 or not all(isinstance(part, (int, float)) for part in parts):
         return None
     return [tuple(value) if isinstance(value, list) else value for value in values]
 

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import attribute, length_of, number_in
 from torchstrategy.testing._lints.constants import constants_of, mentions, multiplies
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -76,19 +77,15 @@ class Horizons(Lint):
                 return
             known[scheduler] = _Schedule(here(), type(scheduler).__name__, horizons)
             self._in_order[facts.rank].append(known[scheduler])
-        known[scheduler].steps = scheduler.last_epoch
+        known[scheduler].steps = number_in(scheduler, "last_epoch") or 0
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
         epochs = self._epochs[facts.rank]
         epochs.is_cut = epochs.is_cut or (epochs.is_training and epochs.drawn is not None)
         epochs.drawn, epochs.is_training = None, False
-        batch = getattr(loader.batch_sampler, "batch_size", None)
-        try:
-            size = len(loader.dataset)
-        except (TypeError, NotImplementedError):
-            return
-        if isinstance(batch, int):
+        batch, size = number_in(loader.batch_sampler, "batch_size"), length_of(loader.dataset)
+        if batch is not None and size is not None:
             epochs.drawn = size, batch, 0, 0
 
     @override
@@ -132,9 +129,9 @@ class Horizons(Lint):
 def _horizons_of(scheduler: Any) -> dict[str, int]:
     """The numbers that may be the length of a schedule, by name."""
     for name in _HORIZONS:
-        if isinstance(number := getattr(scheduler, name, None), int):
+        if (number := number_in(scheduler, name)) is not None:
             return {name: number}
-    functions = getattr(scheduler, "lr_lambdas", None)
+    functions = attribute(scheduler, "lr_lambdas")
     functions = functions if isinstance(functions, list) else []
     if any(mentions(function, *_OF_RANKS) or multiplies(function) for function in functions):
         return {}

@@ -14,9 +14,15 @@ from torchstrategy.testing._lints.facts import Facts, address_of
 from torchstrategy.testing._lints.findings import Finding, finding, named_ranks, some
 from torchstrategy.testing._lints.fingerprints import Fingerprint, can_be_read, fingerprint
 from torchstrategy.testing._lints.lint import Lint
-from torchstrategy.testing._lints.modules import living_modules
+from torchstrategy.testing._lints.modules import (
+    has_statistics,
+    joined,
+    living_modules,
+    modules_in,
+    own_buffers,
+    parameters_in,
+)
 from torchstrategy.testing._lints.places import Place, here
-from torchstrategy.testing._lints.torch_internals import NormBase
 from torchstrategy.testing._ranks.witnesses import Told
 
 _MOST_LOOKS = 12
@@ -94,23 +100,23 @@ class KeptBuffers(Lint):
             ]
         if len(facts.reducers) < 2:
             return []
-        reduced = {id(one) for one in facts.parameters() if facts.address_of_gradient(one) in facts.reduced}
-        owners = [one for one in living_modules() if any(id(own) in reduced for own in one.parameters())]
-        inner = {id(part) for owner in owners for part in owner.modules() if part is not owner}
+        reduced = {id(one) for one in facts.parameters() if facts.gradients.get(id(one), 0) in facts.reduced}
+        owners = [one for one in living_modules() if any(id(own) in reduced for own in parameters_in(one))]
+        inner = {id(part) for owner in owners for _, part in modules_in(owner) if part is not owner}
         roots = [owner for owner in owners if id(owner) not in inner]
         found = [(("own", facts.reducers, at), facts.reducers, root) for at, root in enumerate(roots)]
         sent = self._broadcast[facts.rank]
-        self._sent |= {key for key, _, root in found if any(address_of(one) in sent for one in root.parameters())}
+        self._sent |= {key for key, _, root in found if any(address_of(one) in sent for one in parameters_in(root))}
         return found
 
 
 def _buffers_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     found = []
-    for prefix, module in model.named_modules():
-        for name, buffer in () if isinstance(module, NormBase) else module.named_buffers(recurse=False):
+    for prefix, module in modules_in(model):
+        for name, buffer in () if has_statistics(module) else own_buffers(module):
             is_small = buffer.numel() <= _MOST_ELEMENTS and can_be_read(buffer)
             if is_small and buffer.is_floating_point():
-                found.append((f"{prefix}.{name}" if prefix else name, buffer))
+                found.append((joined(prefix, name), buffer))
     return found
 
 

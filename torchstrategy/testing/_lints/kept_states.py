@@ -13,6 +13,7 @@ from torchstrategy.testing._lints.facts import Facts, address_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.known import version_of
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.modules import named_parameters
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._ranks.witnesses import Told
@@ -74,7 +75,7 @@ class KeptStates(Lint):
     def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
         steps = self._last_steps[facts.rank]
         trained = {id(one): steps[optimizer] for optimizer in list(steps) for one in parameters_of(optimizer)}
-        named = [(name, one) for name, one in module.named_parameters() if id(one) in trained and one.numel()]
+        named = [(name, one) for name, one in named_parameters(module) if id(one) in trained and one.numel()]
         versions = self._versions[facts.rank]
         # Loading has written once. Who has written besides, as an average, has made something else of the weights.
         if any(version_of(one) > versions.get(id(one), version_of(one)) + 1 for _, one in named):

@@ -7,13 +7,16 @@ from typing import Any, Generic, TypeVar, final
 
 import torch
 
+from torchstrategy.testing._lints.torch_internals import stands_for_others
+
 T = TypeVar("T")
 
 
 def is_plain(tensor: Any) -> bool:
     """Whether something is a tensor with memory of its own, and not one that stands for others."""
-    is_torchs = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return is_torchs and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_meta or tensor.is_nested or stands_for_others(tensor))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 from torchstrategy.testing._lints.copies import Copies
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding, named_ranks, some
-from torchstrategy.testing._lints.modules import living_modules, names_of
+from torchstrategy.testing._lints.modules import living_modules, names_of, own_parameters
 from torchstrategy.testing._lints.multiplied_apart import multiplied_apart
 from torchstrategy.testing._lints.places import in_words
 
@@ -94,7 +94,7 @@ def _of_one_layer(tensors: Sequence[torch.Tensor]) -> dict[int, set[int]]:
     """The parameters of the modules that have some tensors as their own, by id."""
     found: dict[int, set[int]] = {id(tensor): set() for tensor in tensors}
     for module in living_modules():
-        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        own = {id(parameter) for _, parameter in own_parameters(module)}
         for tensor in own & found.keys():
             found[tensor] |= own - {tensor}
     return found

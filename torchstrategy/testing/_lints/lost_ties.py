@@ -17,6 +17,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts, address_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.modules import named_parameters
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.ties import have_one_gradient
 from torchstrategy.testing._lints.torch_internals import APPLY
@@ -61,7 +62,7 @@ class LostTies(Lint):
 
     @override
     def moved(self, facts: Facts, module: torch.nn.Module, ties: Names) -> None:
-        named = dict(module.named_parameters())
+        named = dict(named_parameters(module))
         for names in ties:
             first, second = (named.get(name) for name in names)
             if first is not None and second is not None and address_of(first) != address_of(second):
@@ -101,7 +102,7 @@ def _ties_of(module: torch.nn.Module) -> Names:
     """The names of parameters that have the same memory and layout, and are not one parameter."""
     known: dict[tuple[object, ...], str] = {}
     ties = []
-    for name, parameter in torch.nn.Module.named_parameters(module):
+    for name, parameter in named_parameters(module):
         address = address_of(parameter)
         if address and parameter.numel():
             first = known.setdefault((address, parameter.dtype, parameter.shape, parameter.stride()), name)

@@ -13,7 +13,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Backward, Facts, Model
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, few_numbers, number_of
-from torchstrategy.testing._lints.known import Known
+from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.losses import Term
 from torchstrategy.testing._lints.places import Place, here, in_words
@@ -193,7 +193,7 @@ class Means(Lint):
 
     @override
     def calls(self, facts: Facts, model: Model, args: Sequence[Any]) -> None:
-        rows = next((arg.shape[0] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 0), None)
+        rows = next((arg.shape[0] for arg in args if is_plain(arg) and arg.dim() > 0), None)
         if rows is not None:
             self._called_with[facts.rank] = rows
 
@@ -295,6 +295,8 @@ class Means(Lint):
         mean, read = self._known[facts.rank].get(args[0]), self._read[facts.rank]
         if mean is None or mean.is_of_training or len(read) >= _MOST_NUMBERS or not mean.over:
             return
+        if isinstance(result, complex):
+            return
         if mean.is_mean:
             read[_rounded(float(result))] = mean.over
         else:
@@ -336,7 +338,8 @@ def _count_of_mean(term: Term, micro: int) -> float | None:
 
 
 def _rounded(number: float) -> float:
-    return float(np.float32(number))
+    with np.errstate(over="ignore"):
+        return float(np.float32(number))
 
 
 def _counts_hits(tensor: Any) -> bool:

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import attribute
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.modules import parameters_in
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 
@@ -38,7 +40,8 @@ class Metrics(Lint):
     @override
     def measured(self, facts: Facts, scheduler: Any, metric: Any) -> None:
         number = number_of(metric)
-        ranks = _ranks_of(facts, scheduler.optimizer)
+        optimizer = attribute(scheduler, "optimizer")
+        ranks = _ranks_of(facts, optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ()
         if len(ranks) < 2 or number is None:
             return
         known = self._numbers[facts.rank]
@@ -64,7 +67,7 @@ def _ranks_of(facts: Facts, optimizer: torch.optim.Optimizer) -> tuple[int, ...]
     own = set(map(id, parameters_of(optimizer)))
     for model in facts.models:
         wrapped = model.model()
-        if wrapped is not None and not own.isdisjoint(map(id, wrapped.parameters())):
+        if wrapped is not None and not own.isdisjoint(map(id, parameters_in(wrapped))):
             return model.ranks
     return ()
 

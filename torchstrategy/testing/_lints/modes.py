@@ -14,6 +14,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts, address_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Follower
+from torchstrategy.testing._lints.modules import modules_in, parameters_in, rate_of_dropout
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here, in_words, is_in_a_function, way_here
 from torchstrategy.testing._lints.torch_internals import BatchNorm
@@ -79,11 +80,12 @@ class Modes(Follower):
 
     @override
     def changes_mode(self, facts: Facts, module: nn.Module, is_training: bool) -> None:
-        layers = {layer: name for name, layer in module.named_modules() if _has_modes(layer)}
+        layers: Objects[nn.Module, str] = Objects()
+        layers.update((layer, name) for name, layer in modules_in(module) if _has_modes(layer))
         if not layers:
             return
         known = [one for one in self._evaluations[facts.rank] if any(layer in layers for layer in one.layers)]
-        trained = {layer: name for layer, name in layers.items() if layer.training}
+        trained = [(layer, name) for layer, name in layers.items() if layer.training]
         self._pieces.pop(facts.rank, None)
         if not is_training and not trained and known:
             # The next evaluation, or training in evaluation mode that is meant: the next call says which.
@@ -140,10 +142,10 @@ class Modes(Follower):
     def findings(self) -> list[Finding | None]:
         return [_finding(found) for found in self._found.values()]
 
-    def _begins(self, facts: Facts, module: nn.Module, layers: dict[nn.Module, str]) -> None:
+    def _begins(self, facts: Facts, module: nn.Module, layers: Sequence[tuple[nn.Module, str]]) -> None:
         """`eval()` is called on a model; it is followed if it was trained before, in training mode."""
-        since = max((self._changed[facts.rank].get(layer, 0) for layer in layers), default=0)
-        parameters = {id(parameter) for parameter in module.parameters()}
+        since = max((self._changed[facts.rank].get(layer, 0) for layer, _ in layers), default=0)
+        parameters = set(map(id, parameters_in(module)))
         optimizers: Objects[torch.optim.Optimizer, None] = Objects()
         for optimizer, step in list(self._steps[facts.rank].items()):
             if step > since and any(id(parameter) in parameters for parameter in parameters_of(optimizer)):
@@ -151,16 +153,16 @@ class Modes(Follower):
         way, addresses = way_here(), _addresses_of(module)  # none of sharded parameters
         if not layers or not optimizers or not addresses or (facts.rank, way) in self._right:
             return
-        names = [f"{name or 'the model'} ({type(layer).__name__})" for layer, name in layers.items()]
+        names = [f"{name or 'the model'} ({type(layer).__name__})" for layer, name in layers]
         there: Objects[nn.Module, None] = Objects()
-        there.update(dict.fromkeys(layers))
+        there.update((layer, None) for layer, _ in layers)
         evaluation = _Evaluation(way, there, names, parameters, optimizers)
         self._evaluations[facts.rank].append(evaluation)
         self._pieces[facts.rank] = addresses, evaluation
 
 
 def _addresses_of(module: nn.Module) -> set[int]:
-    return {address_of(parameter) for parameter in module.parameters()} - {0}
+    return {address_of(parameter) for parameter in parameters_in(module)} - {0}
 
 
 def _has_modes(layer: nn.Module) -> bool:
@@ -168,8 +170,8 @@ def _has_modes(layer: nn.Module) -> bool:
     if isinstance(layer, BatchNorm):
         return layer.running_mean is not None
     if isinstance(layer, _DROPOUTS):
-        return layer.p > 0
-    return isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout > 0
+        return rate_of_dropout(layer) > 0
+    return isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and rate_of_dropout(layer) > 0
 
 
 def _finding(found: _Found) -> Finding | None:

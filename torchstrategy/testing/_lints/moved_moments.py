@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import entry_of
 from torchstrategy.testing._lints.checkpoints import is_moment
-from torchstrategy.testing._lints.facts import Facts, parameters_of
+from torchstrategy.testing._lints.facts import Facts, members_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, checksum, numbers_of
 from torchstrategy.testing._lints.lint import Lint
@@ -82,19 +83,18 @@ class MovedMoments(Lint):
 
 def _named_moments(optimizer: torch.optim.Optimizer, state: Any) -> list[tuple[str, int]]:
     """For each parameter that a module has: its name, and a checksum of the first of what a state knows of it."""
-    known = state.get("state") if isinstance(state, dict) else None
-    groups = state.get("param_groups") if isinstance(state, dict) else None
+    known, groups = entry_of(state, "state"), entry_of(state, "param_groups")
     if not isinstance(known, dict) or not isinstance(groups, list):
         return []
     parameters = parameters_of(optimizer)
-    positions = [position for group in groups for position in group.get("params", ())]
+    positions = [position for group in groups for position in members_of(group)]
     names = longest_names(parameters)
     found = []
     for position, parameter in zip(positions, parameters, strict=False):
-        moments = known.get(position)
-        first = next(filter(is_moment, moments.values()), None) if isinstance(moments, dict) else None
+        moments = entry_of(known, position)
+        first = next(filter(is_moment, dict.values(moments)), None) if isinstance(moments, dict) else None
         name = names.get(id(parameter), "").removeprefix(WRAPPER)
-        if first is not None and name and can_be_read(first):
+        if first is not None and name and first.numel() and can_be_read(first):
             numbers = numbers_of(first)
             with torch.no_grad(), unwatched(), without_modes():
                 is_drawn = bool((numbers != numbers.view(-1)[0]).any())  # those that are all zero are alike

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Backward, Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
+from torchstrategy.testing._lints.fingerprints import has_ordinary_numbers, numbers_of
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
@@ -150,7 +150,7 @@ def _sample(optimizer: torch.optim.Optimizer) -> Sample:
     found = {}
     for position, parameter in enumerate(parameters_of(optimizer)[:_PARAMETERS]):
         gradient = held_here(parameter.grad)
-        if gradient is not None and can_be_read(gradient):
+        if gradient is not None and has_ordinary_numbers(gradient):
             there = numbers_of(gradient)
             with torch.no_grad(), unwatched(), without_modes():
                 found[position] = there.flatten()[:_NUMBERS].double().clone()
@@ -168,6 +168,8 @@ def _cosine(left: _Left | None) -> float | None:
     """Of the angle between what was left and what was added; None if it is not known, or one loop made both."""
     if left is None or left.after is None or not left.before.keys() <= left.after.keys():
         return None
+    if any(left.after[position].shape != numbers.shape for position, numbers in left.before.items()):
+        return None  # the program has made other parameters of them
     if {call.way for call in left.calls} & {call.way for call in left.added}:
         return None
     with unwatched(), without_modes():

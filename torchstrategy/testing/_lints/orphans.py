@@ -15,7 +15,7 @@ from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.known import version_of
 from torchstrategy.testing._lints.lint import Lint
-from torchstrategy.testing._lints.modules import living_modules
+from torchstrategy.testing._lints.modules import living_modules, named_parameters, own_parameters
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import held_here
@@ -151,7 +151,7 @@ class Orphans(Lint):
         """The parameters of modules that have gradients and are in no optimizer, with their names."""
         owned = {id(parameter) for each in list(self._seen) for parameter in parameters_of(each)}
         for module in living_modules():
-            for name, parameter in module.named_parameters():
+            for name, parameter in named_parameters(module):
                 if parameter.grad is not None and id(parameter) not in owned:
                     yield name, parameter
 
@@ -179,7 +179,7 @@ class Orphans(Lint):
 def _have_a_module(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether a module that there is has one of some parameters."""
     wanted = set(map(id, parameters))
-    return any(not wanted.isdisjoint(map(id, module.parameters(recurse=False))) for module in living_modules())
+    return any(not wanted.isdisjoint(id(one) for _, one in own_parameters(module)) for module in living_modules())
 
 
 def _look_for_gradients(seen: _Seen, optimizer: torch.optim.Optimizer) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import attribute, length_of, number_in
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import few_numbers
@@ -21,11 +23,11 @@ _FEWEST_ROWS = 5  # of a rank: smaller numbers are often something else
 
 
 class _Padded(NamedTuple):
-    """An evaluation that a rank has read to its end.
+    """An evaluation, as its sampler says.
 
     Attributes:
         place: Where.
-        rows: How many rows the rank has got.
+        rows: How many rows the rank gets.
         given: How many all ranks get.
         size: How many there are.
         ranks: Among how many ranks they are divided.
@@ -36,6 +38,16 @@ class _Padded(NamedTuple):
     given: int
     size: int
     ranks: int
+
+
+@final
+@dataclass
+class _Open:
+    """An evaluation that a rank reads, and how many rows it has got so far."""
+
+    loader: Any
+    padded: _Padded
+    rows: int = 0
 
 
 class _Case(NamedTuple):
@@ -52,31 +64,31 @@ class Padding(Lint):
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[Any, int, Place]] = {}  # a loader, its rows so far, and where it is read
+        self._open: dict[int, _Open] = {}
         self._padded: dict[int, list[_Padded]] = defaultdict(list)  # since the last `backward`
         self._given: dict[Hashable, dict[int, list[_Case]]] = defaultdict(dict)  # by collective and rank
         self._found: dict[tuple[Place, Place], _Case] = {}
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
-        sampler = getattr(loader, "sampler", None)
         self._open.pop(facts.rank, None)
-        if facts.size > 1 and isinstance(sampler, DistributedSampler) and sampler.total_size > _size(sampler):
-            self._open[facts.rank] = loader, 0, here()
+        sampler = attribute(loader, "sampler")
+        if facts.size > 1 and isinstance(sampler, DistributedSampler):
+            padded = _padded(sampler)
+            if padded is not None and padded.given > padded.size:
+                self._open[facts.rank] = _Open(loader, padded)
 
     @override
     def drew(self, facts: Facts, loader: Any, rows: Any) -> None:
-        if facts.rank not in self._open or self._open[facts.rank][0] is not loader:
+        there = self._open.get(facts.rank)
+        if there is None or there.loader is not loader:
             return
-        _, count, place = self._open[facts.rank]
         if rows is not None:
-            self._open[facts.rank] = loader, count + (len(rows) if isinstance(rows, (list, tuple)) else 1), place
+            there.rows += len(rows) if isinstance(rows, (list, tuple)) else 1
             return
         del self._open[facts.rank]
-        sampler = loader.sampler
-        if count == sampler.num_samples >= _FEWEST_ROWS:
-            padded = _Padded(place, count, sampler.total_size, _size(sampler), sampler.num_replicas)
-            self._padded[facts.rank].append(padded)
+        if there.rows == there.padded.rows >= _FEWEST_ROWS:
+            self._padded[facts.rank].append(there.padded)
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
@@ -133,5 +145,10 @@ def _of_all(cases: list[list[_Case]]) -> list[_Case]:
     return [case for case in cases[0] if (case.number, case.padded.given) in common]
 
 
-def _size(sampler: DistributedSampler[Any]) -> int:
-    return len(sampler.dataset)  # type: ignore[arg-type]
+def _padded(sampler: Any) -> _Padded | None:
+    """What a sampler says of itself; None if it does not say all of it."""
+    rows, given, ranks = (number_in(sampler, name) for name in ("num_samples", "total_size", "num_replicas"))
+    size = length_of(attribute(sampler, "dataset"))
+    if rows is None or given is None or size is None or ranks is None:
+        return None
+    return _Padded(here(), rows, given, size, ranks)

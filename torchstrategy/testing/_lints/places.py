@@ -7,6 +7,7 @@ import functools
 import re
 import sys
 import threading
+import tokenize
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -157,8 +158,9 @@ def in_words(places: Iterable[Place]) -> str:
 @functools.cache
 def _lines(file: str) -> list[str]:
     try:
-        return Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError, ValueError):
+        with tokenize.open(file) as text:  # in the encoding that its first lines name
+            return text.read().split("\n")  # a form feed ends no line of Python
+    except (OSError, SyntaxError, UnicodeDecodeError, ValueError):
         return []
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import attribute, is_set, number_in
 from torchstrategy.testing._lints.checkpoints import Checkpoint, Checkpoints
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -71,13 +72,15 @@ class RepeatedEpochs(Lint):
 
     @override
     def sets_epoch(self, facts: Facts, sampler: Any) -> None:
-        if facts.rank in self._resumed and isinstance(sampler, DistributedSampler) and sampler.shuffle:
-            self._epochs[sampler] = sampler.epoch, here()
+        if facts.rank in self._resumed and isinstance(sampler, DistributedSampler) and is_set(sampler, "shuffle"):
+            epoch = number_in(sampler, "epoch")
+            if epoch is not None:
+                self._epochs[sampler] = epoch, here()
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
         self._open.pop(facts.rank, None)
-        sampler = getattr(loader, "sampler", None)
+        sampler = attribute(loader, "sampler")
         if facts.rank in self._resumed and isinstance(sampler, DistributedSampler) and sampler in self._epochs:
             self._open[facts.rank] = self._epochs[sampler]
 

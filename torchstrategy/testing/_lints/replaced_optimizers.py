@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import attribute
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.objects import Objects
@@ -80,7 +81,8 @@ class ReplacedOptimizers(OfSchedulers[_Seen]):
             seen.is_awaited = False
             seen.schedules += 1
             seen.place = here()
-            seen.last_rates = rates_of(scheduler.optimizer)
+            own = seen.optimizer()
+            seen.last_rates = None if own is None else rates_of(own)
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -152,4 +154,4 @@ def _has_parameters_of(optimizer: torch.optim.Optimizer, own: torch.optim.Optimi
 def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether there is a scheduler for an optimizer, also one that has not changed anything yet."""
     schedulers = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
-    return any(getattr(scheduler, "optimizer", None) is optimizer for scheduler in schedulers)
+    return any(attribute(scheduler, "optimizer") is optimizer for scheduler in schedulers)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import asked
 from torchstrategy.testing._lints.causes import cause_of, cause_of_other_updates, skipped_apart
 from torchstrategy.testing._lints.copies import Copies, Named, Parted, Way, snapshot
 from torchstrategy.testing._lints.facts import Facts, Model, address_of, parameters_of
@@ -19,12 +20,20 @@ from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks
 from torchstrategy.testing._lints.fingerprints import Fingerprint, can_be_read, fingerprint, number_of
 from torchstrategy.testing._lints.left_out import LeftOut
 from torchstrategy.testing._lints.lint import Lint
-from torchstrategy.testing._lints.modules import longest_names, nameless
+from torchstrategy.testing._lints.modules import (
+    has_statistics,
+    joined,
+    longest_names,
+    modules_in,
+    named_parameters,
+    nameless,
+    own_buffers,
+)
 from torchstrategy.testing._lints.multiplied_apart import multiplied_apart
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.scheduled import rates_of
-from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names, is_persistent
+from torchstrategy.testing._lints.torch_internals import ignored_names, is_persistent
 from torchstrategy.testing._ranks.witnesses import Told
 
 _EXCHANGING = ("all_to_all", "send", "recv")  # of programs whose ranks have parts of a model
@@ -379,7 +388,7 @@ def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, float | Fingerprint
     """What an optimizer keeps of its first parameter."""
     found: dict[str, float | Fingerprint | None] = {}
     first = next(iter(parameters_of(optimizer)), None)
-    kept = None if first is None else optimizer.state.get(first)
+    kept = None if first is None else asked(lambda: optimizer.state.get(first), None)
     for name, value in kept.items() if isinstance(kept, dict) else ():
         number = number_of(value)
         found[str(name)] = fingerprint(value) if number is None and isinstance(value, torch.Tensor) else number
@@ -387,7 +396,8 @@ def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, float | Fingerprint
 
 
 def _tensor(parted: Parted, name: str) -> torch.Tensor | None:
-    return next(iter(parted.snapshots.values())).tensors[name]()
+    held = [taken.tensors[name] for taken in parted.snapshots.values() if name in taken.tensors]
+    return held[0]() if held else None
 
 
 def _finder(model: weakref.ref[Any]) -> Callable[[], Named]:
@@ -404,12 +414,10 @@ def _members_of(model: weakref.ref[Any]) -> dict[str, torch.Tensor]:
     if wrapped is None:
         return {}
     ignored = ignored_names(wrapped)
-    found: dict[str, torch.Tensor] = dict(wrapped.module.named_parameters())
-    for prefix, module in wrapped.module.named_modules():
-        if not isinstance(module, NormBase) and wrapped.broadcast_buffers:  # otherwise each rank may have its own
-            for name, buffer in module.named_buffers(recurse=False):
-                if is_persistent(module, name):
-                    found[f"{prefix}.{name}" if prefix else name] = buffer
+    found: dict[str, torch.Tensor] = dict(named_parameters(wrapped.module))
+    for prefix, module in modules_in(wrapped.module) if wrapped.broadcast_buffers else ():  # or each has its own
+        if not has_statistics(module):
+            found |= {joined(prefix, name): one for name, one in own_buffers(module) if is_persistent(module, name)}
     return {name: tensor for name, tensor in found.items() if name not in ignored and can_be_read(tensor)}
 
 

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import asked, named_in
 from torchstrategy.testing._lints.checkpoints import Checkpoint, Checkpoints, is_moment
 from torchstrategy.testing._lints.facts import Facts, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.modules import parameters_in
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, calls_of_the_user, here
 
@@ -75,7 +77,7 @@ class Resumes(Lint):
         checkpoint = self._checkpoints.of_tensors(facts, state.values())
         if checkpoint is None or not _positions(checkpoint):
             return
-        parameters, place = list(module.parameters()), here()
+        parameters, place = parameters_in(module), here()
         trained = self._trained[facts.rank]
         if any(id(one) in trained and trained[id(one)]() is one for one in parameters):
             return  # it takes earlier weights back
@@ -171,7 +173,7 @@ def _counters(codes: set[CodeType] | None = None) -> Iterator[tuple[_Counter, in
         if codes is not None and frame.f_code not in codes:
             continue
         values = frame.f_locals
-        own = getattr(values.get("self"), "__dict__", {})
+        own = named_in(values.get("self"))
         for is_own, named in ((False, values), (True, own)):
             for name, value in list(named.items()):
                 if type(value) is int:
@@ -180,9 +182,10 @@ def _counters(codes: set[CodeType] | None = None) -> Iterator[tuple[_Counter, in
 
 def _moments_of(optimizer: torch.optim.Optimizer) -> set[str]:
     """What an optimizer knows of each number of its parameters."""
+    nothing: list[Any] = []
     return {
         name
-        for known in optimizer.state.values()
+        for known in asked(lambda: list(optimizer.state.values()), nothing)
         if isinstance(known, dict)
         for name, value in known.items()
         if is_moment(value)

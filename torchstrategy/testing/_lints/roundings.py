@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, has_step_of_torch, parameters_of
+from torchstrategy.testing._lints.asking import attribute, entry_of
+from torchstrategy.testing._lints.facts import Facts, has_step_of_torch, members_of, parameters_of
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.fingerprints import can_be_read, number_of, numbers_of
 from torchstrategy.testing._lints.lint import Lint
@@ -49,16 +49,16 @@ class _Seen:
         steps: How many steps it has made with a learning rate that did not rise.
         looks: At how many of them the lint has looked.
         rates: The learning rates of the last step.
-        before: Some numbers of parameters before the step that it is making, by position.
-        shares: What its steps have left as it was, by position of the parameter.
+        before: Some numbers of parameters before the step that it is making.
+        shares: What its steps have left as it was, of each parameter.
         is_over: Whether there is nothing more to be looked at.
     """
 
     steps: int = 0
     looks: int = 0
     rates: list[float] = field(default_factory=list)
-    before: dict[int, torch.Tensor] = field(default_factory=dict)
-    shares: dict[int, _Share] = field(default_factory=dict)
+    before: Objects[torch.Tensor, torch.Tensor] = field(default_factory=Objects)
+    shares: Objects[torch.Tensor, _Share] = field(default_factory=Objects)
     is_over: bool = False
 
 
@@ -82,31 +82,32 @@ class Roundings(Lint):
             seen.is_over = not has_step_of_torch(optimizer) or not _halves(optimizer)
         if seen.is_over:
             return
-        seen.before = {}
-        rates = [number_of(group.get("lr")) or 0.0 for group in optimizer.param_groups]
+        seen.before = Objects()
+        rates = [number_of(entry_of(group, "lr")) or 0.0 for group in optimizer.param_groups]
         rises = not seen.rates or any(now > before for now, before in zip(rates, seen.rates, strict=False))
         seen.rates = rates
-        if rises or number_of(getattr(optimizer, "found_inf", None)):
+        if rises or number_of(attribute(optimizer, "found_inf")):
             return
         seen.steps += 1
         if seen.steps > _SKIPPED:
-            seen.before = {at: _sample(parameter) for at, parameter in _halves(optimizer).items()}
+            seen.before.update((parameter, _sample(parameter)) for parameter in _halves(optimizer))
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         seen = self._seen.get(optimizer)
         if seen is None or seen.is_over or not seen.before:
             return
-        parameters, rates = parameters_of(optimizer), list(_rates_of(optimizer))
-        for at, before in seen.before.items():
-            share = _share_of(optimizer, parameters[at], before, rates[at])
-            last = seen.shares.get(at, _Share())
-            seen.shares[at] = _Share(last.unchanged + share.unchanged, last.all + share.all)
-        seen.before = {}
+        rates = _rates_of(optimizer)
+        for parameter, before in seen.before.items():
+            rate = rates.get(id(parameter))
+            if rate is not None:  # otherwise the step has taken it out of the optimizer
+                share, last = _share_of(optimizer, parameter, before, rate), seen.shares.get(parameter, _Share())
+                seen.shares[parameter] = _Share(last.unchanged + share.unchanged, last.all + share.all)
+        seen.before = Objects()
         seen.looks += 1
         if seen.looks == _LOOKS:
             seen.is_over = True
-            self._judge(seen, parameters)
+            self._judge(seen)
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -123,36 +124,33 @@ class Roundings(Lint):
             for one in self._found.values()
         ]
 
-    def _judge(self, seen: _Seen, parameters: list[torch.Tensor]) -> None:
+    def _judge(self, seen: _Seen) -> None:
+        shares = [(parameter, share.unchanged / share.all) for parameter, share in seen.shares.items() if share.all]
         unchanged = sum(share.unchanged for share in seen.shares.values())
         total = sum(share.all for share in seen.shares.values())
         if not total or unchanged / total <= _MOST:
             return
-        shares = {at: share.unchanged / share.all for at, share in seen.shares.items() if share.all}
-        worst = sorted(shares, key=lambda at: -shares[at])
-        names = names_of([parameters[at] for at in worst])
-        place, dtype = here(), str(parameters[worst[0]].dtype).removeprefix("torch.")
-        named = [f"{name} ({shares[at]:.0%})" for at, name in zip(worst, names, strict=True) if shares[at] > _MOST]
+        shares.sort(key=lambda one: -one[1])
+        names = names_of([parameter for parameter, _ in shares])
+        place, dtype = here(), str(shares[0][0].dtype).removeprefix("torch.")
+        named = [f"{name} ({share:.0%})" for (_, share), name in zip(shares, names, strict=True) if share > _MOST]
         self._found.setdefault(place, _Found(place, dtype, unchanged / total, named))
 
 
-def _halves(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
-    """Its parameters in half the precision that can be read, by position; of many, some."""
-    found = {}
-    for at, parameter in enumerate(parameters_of(optimizer)):
+def _halves(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its parameters in half the precision that can be read; of many, some."""
+    found = []
+    for parameter in parameters_of(optimizer):
         there = held_here(parameter)
         if parameter.dtype in _HALVES and there is not None and there.numel() and can_be_read(there):
-            found[at] = parameter
-    every = max(1, len(found) // _PARAMETERS)
-    return {at: found[at] for at in list(found)[::every]}
+            found.append(parameter)
+    return found[:: max(1, len(found) // _PARAMETERS)]
 
 
-def _rates_of(optimizer: torch.optim.Optimizer) -> Iterator[float]:
-    """The learning rate of each parameter."""
-    for group in optimizer.param_groups:
-        rate = number_of(group.get("lr")) or 0.0
-        for _ in group.get("params", ()):
-            yield rate
+def _rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
+    """The learning rate of each parameter, by its id."""
+    rates = [(group, number_of(entry_of(group, "lr")) or 0.0) for group in optimizer.param_groups]
+    return {id(parameter): rate for group, rate in rates for parameter in members_of(group)}
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

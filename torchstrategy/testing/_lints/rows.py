@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, final
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import asked, attribute, is_set, length_of, named_in, number_in
 from torchstrategy.testing._lints.contents import content_of
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -23,6 +24,7 @@ from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.torch_internals import is_subset
 
 _MOST_EPOCHS, _MOST_ROWS, _ENOUGH, _ENOUGH_BATCHES, _SHARE = 3, 2_000_000, 8, 4, 0.05
+_FEWEST_STEPS = 2  # between the rows of an order: those of a part in turn, and one to what fills it up
 _OF_TORCH = (DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler)
 
 
@@ -76,8 +78,8 @@ class _Loader:
     def base(self, row: int) -> int:
         return row if self.subset is None else self.subset[row]
 
-    def offered(self) -> set[int]:
-        return set(range(self.size)) if self.subset is None else set(self.subset)
+    def offered(self) -> Collection[int]:
+        return range(self.size) if self.subset is None else set(self.subset)
 
     def training(self) -> list[_Epoch]:
         return [epoch for epoch in self.epochs if epoch.is_training and epoch.rows]
@@ -97,7 +99,7 @@ class Rows(Lint):
     def opened(self, facts: Facts, loader: Any) -> None:
         of_rank = self._loaders[facts.rank]
         if loader not in of_rank:
-            of_rank[loader] = self._known(facts.rank, loader) or _described(loader, facts.size)
+            of_rank[loader] = self._known(facts.rank, loader) or _described(loader, facts.size, here())
             if of_rank[loader] not in self._in_order[facts.rank]:
                 self._in_order[facts.rank].append(of_rank[loader])
         told = self._told[facts.rank].pop(id(_sampler_of(loader)), None)
@@ -129,6 +131,8 @@ class Rows(Lint):
         drawn = list(rows) if isinstance(rows, (list, tuple)) else [rows]
         if not all(isinstance(row, int) for row in drawn):
             known.is_readable = False
+        elif known.subset is not None and not all(-len(known.subset) <= row < len(known.subset) for row in drawn):
+            known.is_readable = False  # its rows have become more
         elif len(known.epochs) <= _MOST_EPOCHS and len(epoch.rows) < _MOST_ROWS:
             epoch.rows += map(known.base, drawn)
 
@@ -166,31 +170,32 @@ class Rows(Lint):
         return together
 
 
-def _described(loader: Any, ranks: int) -> _Loader:
+def _described(loader: Any, ranks: int, place: Place) -> _Loader:
+    nothing = _Loader(place, _sampler_of(loader), False, None, 0, 0, 1, True, _nothing, is_readable=False)
+    return asked(lambda: _answered(loader, ranks, place), nothing)
+
+
+def _answered(loader: Any, ranks: int, place: Place) -> _Loader:
+    """What a loader says of itself, with its data set and its samplers, which may refuse."""
     dataset, sampler, batches = loader.dataset, _sampler_of(loader), loader.batch_sampler
     subset = None
     if is_subset(dataset):
         subset = [int(row) for row in dataset.indices]
-    batch = getattr(batches, "batch_size", None) or 1
-    leaves_out = bool(getattr(batches, "drop_last", False) or getattr(sampler, "drop_last", False))
     try:
         there: Callable[[], Any] = weakref.ref(dataset)
     except TypeError:  # a list, say
         there = _nothing
-    try:
-        size = len(dataset)
-        below = len(dataset.dataset) if subset is not None else size
-    except (TypeError, AttributeError, NotImplementedError):
-        return _Loader(here(), sampler, False, None, 0, 0, 1, True, there, is_readable=False)
+    size = len(dataset)
+    below = len(dataset.dataset) if subset is not None else size
     return _Loader(
-        place=here(),
+        place=place,
         sampler=sampler,
         is_of_batches=sampler is not loader.sampler,
         subset=subset,
         size=size,
         below=below,
-        batch=batch,
-        leaves_out=leaves_out,
+        batch=number_in(batches, "batch_size") or 1,
+        leaves_out=any(bool(attribute(one, "drop_last")) for one in (batches, sampler)),
         dataset=there,
         content=content_of(dataset.dataset if subset is not None else dataset) if ranks > 1 else 0,
     )
@@ -214,8 +219,20 @@ def _belong_together(loader: _Loader, other: _Loader) -> bool:
     return loader.place == other.place and has_same_rows and other.is_readable
 
 
+def _is(sampler: Any, *kinds: Any) -> bool:
+    """Whether a sampler is one of torch's, or of a subclass that has its settings."""
+    has_settings = isinstance(sampler, SequentialSampler) or number_in(sampler, "num_samples") is not None
+    return isinstance(sampler, kinds) and has_settings
+
+
+def _chooses_as_it_likes(sampler: Any) -> bool:
+    """Whether no class of torch gives the rows: then a setting, as `shuffle`, may say nothing of them."""
+    own = attribute(type(sampler), "__iter__")
+    return all(vars(kind)["__iter__"] is not own for kind in _OF_TORCH)
+
+
 def _is_shuffled(sampler: Any) -> bool:
-    return isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False))
+    return isinstance(sampler, RandomSampler) or is_set(sampler, "shuffle")
 
 
 def _shuffling(sampler: Any, epochs: list[_Epoch]) -> Any:
@@ -224,18 +241,20 @@ def _shuffling(sampler: Any, epochs: list[_Epoch]) -> Any:
     None if nothing does, or if the program has told a sampler of its own the epoch.
     """
     if _is_shuffled(sampler):
-        return sampler
-    held = getattr(sampler, "__dict__", {}).values()
-    shuffled = next((one for one in held if isinstance(one, DistributedSampler) and one.shuffle), None)
+        return None if _chooses_as_it_likes(sampler) and _steps(epochs) <= _FEWEST_STEPS else sampler
+    held = named_in(sampler).values()
+    shuffled = next((one for one in held if isinstance(one, DistributedSampler) and is_set(one, "shuffle")), None)
     if shuffled is not None:
         return shuffled
-    is_own = hasattr(sampler, "set_epoch") and not hasattr(sampler, "shuffle")
+    is_own = attribute(sampler, "set_epoch") is not None and attribute(sampler, "shuffle") is None
     if not is_own or epochs[1].is_told:
         return None
-    # Nothing but the rows says whether a sampler of the program's own shuffles.
-    rows = epochs[0].rows
-    steps = {later - earlier for earlier, later in pairwise(rows)}
-    return sampler if len(steps) > _ENOUGH else None
+    return sampler if _steps(epochs) > _ENOUGH else None
+
+
+def _steps(epochs: list[_Epoch]) -> int:
+    """How many steps there are between rows: nothing else says whether a sampler of the program's own shuffles."""
+    return len({later - earlier for earlier, later in pairwise(epochs[0].rows)})
 
 
 def _same_order(loader: _Loader) -> Finding | None:
@@ -250,7 +269,7 @@ def _same_order(loader: _Loader) -> Finding | None:
     if count < _ENOUGH or first[:count] != second[:count]:
         return None
     write = "Seed its generator once, before the first epoch."
-    if hasattr(sampler, "set_epoch"):
+    if attribute(sampler, "set_epoch") is not None:
         write = "Call `sampler.set_epoch(epoch)` at the beginning of each epoch."
         if loader.is_of_batches:
             write += " It is that of the batch sampler: `loader.sampler` is another one."
@@ -280,7 +299,7 @@ def _shared(loaders: dict[int, _Loader]) -> list[Finding | None]:
 def _have_too_many_in_common(loader: _Loader, rows: list[int], others: list[int], ranks: int) -> bool:
     """Whether two ranks have more rows in common than their samplers may give them."""
     is_equal = rows == others
-    if isinstance(loader.sampler, _OF_TORCH) or is_equal:
+    if _is(loader.sampler, *_OF_TORCH) or is_equal:
         return len(set(rows) & set(others)) > _allowed(loader, ranks, is_equal)
     return _are_drawn_apart(loader, rows, others, ranks)
 
@@ -305,7 +324,7 @@ def _allowed(loader: _Loader, ranks: int, is_equal: bool) -> int:
     sampler = loader.sampler
     if is_equal:
         return 1
-    if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
+    if isinstance(sampler, WeightedRandomSampler) or is_set(sampler, "replacement"):
         return loader.below
     return ranks - 1
 
@@ -331,7 +350,7 @@ def _shared_finding(loaders: dict[int, _Loader], first: int, second: int, both: 
             "alone, and take a part of it for each rank."
         )
     if isinstance(sampler, DistributedSampler):
-        is_same_rank = getattr(sampler, "rank", 0) == getattr(other.sampler, "rank", 1)
+        is_same_rank = number_in(sampler, "rank") == number_in(other.sampler, "rank")
         write = (
             "Let its DistributedSampler have the rank of the process: leave `rank` and `num_replicas` away."
             if is_same_rank
@@ -343,9 +362,9 @@ def _shared_finding(loaders: dict[int, _Loader], first: int, second: int, both: 
 def _takes_all(loader: _Loader) -> bool:
     """Whether a sampler is one of torch's that take all rows of all ranks once."""
     sampler = loader.sampler
-    if isinstance(sampler, RandomSampler):
+    if _is(sampler, RandomSampler):
         return not sampler.replacement and sampler.num_samples >= loader.size
-    return isinstance(sampler, (DistributedSampler, SequentialSampler))
+    return _is(sampler, DistributedSampler, SequentialSampler)
 
 
 def _divided_twice(loaders: dict[int, _Loader]) -> list[Finding | None]:
@@ -354,13 +373,13 @@ def _divided_twice(loaders: dict[int, _Loader]) -> list[Finding | None]:
     taken: set[int] = set()
     for loader in loaders.values():
         sampler = loader.sampler
-        if loader.subset is None or not isinstance(sampler, DistributedSampler) or not loader.training():
+        if loader.subset is None or not _is(sampler, DistributedSampler) or not loader.training():
             return []
-        offered = loader.offered()
+        offered = set(loader.subset)
         if sampler.num_replicas != len(loaders) or not offered or offered & taken:
             return []
         taken |= offered
-        rows += len(sampler)
+        rows += length_of(sampler) or 0
     return [
         finding(
             "divided-twice",
@@ -377,15 +396,15 @@ def _left_out(loaders: dict[int, _Loader]) -> list[Finding | None]:
     first = loaders[min(loaders)]
     drawn: set[int] = set()
     offered: set[int] = set()
+    if not _takes_all(first) or first.below > _MOST_ROWS:  # not all rows are noted
+        return []
     for loader in loaders.values():
         epochs = loader.training()
         if not epochs or not all(epoch.is_complete for epoch in epochs) or loader.leaves_out:
             return []
         for epoch in epochs:
             drawn |= set(epoch.rows)
-        offered |= loader.offered()
-    if not _takes_all(first):
-        return []
+        offered.update(loader.offered())
     missing = offered - drawn
     is_cut = any(loader.subset != first.subset for loader in loaders.values())
     write = "The data are divided among ranks twice: by a subset for each rank, and by its sampler. Leave one away."

@@ -172,8 +172,7 @@ def factor_of_gradients(facts: Facts, calls: Sequence[Backward]) -> float | None
     for parameter in facts.parameters():
         if id(parameter) in changed:
             address = facts.address_of_gradient(parameter)
-            is_there = address and address == facts.gradients.get(id(parameter))
-            factors.add(facts.factor_at(address) if is_there else None)
+            factors.add(facts.factor_at(address) if address else None)
     return factors.pop() if len(factors) == 1 else None
 
 

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import attribute, entry_of
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.objects import Objects
@@ -50,7 +51,10 @@ class OfSchedulers(Lint, Generic[Seen]):
     def scheduled(self, facts: Facts, scheduler: Any) -> None:
         seen = self._by_scheduler.get(scheduler)
         if seen is None:  # torch steps each once when it is made
-            seen = self._kind(facts.rank, weakref.ref(scheduler.optimizer), here())
+            optimizer = attribute(scheduler, "optimizer")
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                return
+            seen = self._kind(facts.rank, weakref.ref(optimizer), here())
             self._by_scheduler[scheduler] = seen
             self.all.append(seen)
         else:
@@ -63,6 +67,6 @@ class OfSchedulers(Lint, Generic[Seen]):
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float] | None:
     """The learning rates; None if one is in a tensor, which is not read, since that would wait for the device."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
+    rates = [entry_of(group, "lr") for group in optimizer.param_groups]
     numbers = [float(rate) for rate in rates if isinstance(rate, (int, float))]
     return numbers if numbers and len(numbers) == len(rates) else None

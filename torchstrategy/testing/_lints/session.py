@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy.testing._lints.aliases import Aliases
+from torchstrategy.testing._lints.asking import attribute
 from torchstrategy.testing._lints.averages import Averages
 from torchstrategy.testing._lints.batch_norm import FewStatistics
 from torchstrategy.testing._lints.biases import Biases
@@ -373,7 +374,7 @@ class Session:
         if self.facts(rank).optimizers:  # it may have been made before lints watched
             self.facts(rank).optimizers[optimizer] = None
         if len(running) == 1:
-            if number_of(getattr(optimizer, "found_inf", None)):  # a fused optimizer, which skips the step itself
+            if number_of(attribute(optimizer, "found_inf")):  # a fused optimizer, which skips the step itself
                 self.facts(rank).skips += 1
             self.facts(rank).stepping = optimizer
             self._each(lambda lint: lint.steps(self.facts(rank), optimizer))

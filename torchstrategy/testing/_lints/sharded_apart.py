@@ -13,7 +13,7 @@ from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding, named_ranks, some
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.lint import Lint
-from torchstrategy.testing._lints.modules import names_of
+from torchstrategy.testing._lints.modules import named_parameters, names_of
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import held_here, ranks_of_mesh
 
@@ -63,7 +63,7 @@ class ShardedApart(Lint):
 
     @override
     def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
-        there = [parameter for name, parameter in module.named_parameters() if name in state]
+        there = [parameter for name, parameter in named_parameters(module) if name in state]
         self._loaded[facts.rank] |= {parameter.shape for parameter in there}
 
     @override

@@ -18,6 +18,7 @@ from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 
 _MOST, _ENOUGH = 8, 2
+_DEEPEST = 6  # of a batch
 _ROUNDS = 3  # of the workers of a loader, which give a batch each in turn
 
 
@@ -113,13 +114,14 @@ def _finding(stream: _Stream, ranks: int) -> Finding | None:
     )
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+def _tensors(batch: Any, depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, which may have lists and dictionaries. One of them may have itself."""
     if isinstance(batch, torch.Tensor):
         if can_be_read(batch) and batch.numel() > 1:
             yield batch
-    elif isinstance(batch, dict):
+    elif isinstance(batch, dict) and depth:
         for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, (list, tuple)):
+            yield from _tensors(value, depth - 1)
+    elif isinstance(batch, (list, tuple)) and depth:
         for value in batch:
-            yield from _tensors(value)
+            yield from _tensors(value, depth - 1)

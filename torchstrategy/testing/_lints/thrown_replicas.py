@@ -11,9 +11,11 @@ from typing import Any, NamedTuple, final
 from torch import nn
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import named_in
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.modules import modules_in, own_buffers
 from torchstrategy.testing._lints.places import Place, here
 
 _ENOUGH = 2  # calls
@@ -40,7 +42,7 @@ class ThrownReplicas(Lint):
 
     @override
     def ran_replicas(self, facts: Facts, replica: nn.Module, before: State) -> None:
-        modules = dict(replica.named_modules())
+        modules = dict(modules_in(replica))
         place = here()
         for (prefix, name), value in state_of(replica).items():
             old = before.get((prefix, name))
@@ -70,10 +72,9 @@ class ThrownReplicas(Lint):
 def state_of(replica: nn.Module) -> State:
     """The numbers and the buffers of a replica."""
     found: State = {}
-    for prefix, module in replica.named_modules():
-        numbers = {name: value for name, value in vars(module).items() if type(value) in (int, float)}
-        buffers = vars(module).get("_buffers", {})
-        found |= {(prefix, name): value for name, value in (*numbers.items(), *buffers.items()) if name[:1] != "_"}
+    for prefix, module in modules_in(replica):
+        numbers = [(name, value) for name, value in named_in(module).items() if type(value) in (int, float)]
+        found |= {(prefix, name): value for name, value in (*numbers, *own_buffers(module))}
     return found
 
 

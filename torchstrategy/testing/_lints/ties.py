@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.facts import Facts, address_of
+from torchstrategy.testing._lints.asking import entry_of
+from torchstrategy.testing._lints.facts import Facts, address_of, members_of
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import can_be_read, numbers_of
 from torchstrategy.testing._lints.lint import Lint
@@ -98,8 +99,8 @@ def _updated(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [
         parameter
         for group in optimizer.param_groups
-        if not _is_zero(group.get("lr"))
-        for parameter in group.get("params", ())
+        if not _is_zero(entry_of(group, "lr"))
+        for parameter in members_of(group)
         if parameter.grad is not None and can_be_read(parameter) and parameter.numel()
     ]
 

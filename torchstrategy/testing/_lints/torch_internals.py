@@ -28,6 +28,9 @@ UNSCALE: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 # What all of `Module.to`, `cuda`, `half` and their kin call, for the module and for each in it.
 APPLY = "_apply"
 
+# Nobody else says whether a tensor is one of `vmap` and its kin, whose class is `torch.Tensor`.
+_functorch: Any = torch._C._functorch
+
 # A block without dispatch modes. A number that autograd has saved is a tensor which, in a mode, turns into a number.
 without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 
@@ -84,6 +87,22 @@ def has_hooks_of_gradients(parameter: torch.Tensor) -> bool:
 def is_subset(dataset: Any) -> bool:
     """Whether a dataset is some rows of another one."""
     return isinstance(dataset, torch.utils.data.Subset)
+
+
+def held_by(module: torch.nn.Module, kind: str) -> list[tuple[str, Any]]:
+    """The `parameters`, `buffers` or `modules` of a module itself, by name; nothing if its `__init__` was not called.
+
+    It asks no method, which the program may have overridden. A scripted module has other mappings there.
+    """
+    held = vars(module).get(f"_{kind}")
+    return [] if held is None else list(held.items())
+
+
+def stands_for_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of torch's own class has no memory, and stands for others, or for zeros, as in `vmap`, `jvp`."""
+    if tensor._is_zerotensor() or torch._is_functional_tensor(tensor):
+        return True
+    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def is_persistent(module: torch.nn.Module, name: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from torchstrategy.testing._lints.copies import Copies, Parted, Way, snapshot
 from torchstrategy.testing._lints.facts import Facts
-from torchstrategy.testing._lints.modules import living_modules, nameless
+from torchstrategy.testing._lints.modules import living_modules, named_parameters, nameless, own_parameters
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place
 
@@ -125,8 +125,8 @@ def _name(tracks: Sequence[Track]) -> None:
     owners: dict[int, Owner] = {}
     for module in living_modules():
         kind = type(module).__name__
-        own = {id(parameter): kind for parameter in module.parameters(recurse=False)}
-        for name, parameter in module.named_parameters():
+        own = {id(parameter): kind for _, parameter in own_parameters(module)}
+        for name, parameter in named_parameters(module):
             known = owners.get(id(parameter), Owner("", ""))
             owners[id(parameter)] = Owner(max(known.name, name, key=len), own.get(id(parameter), known.kind))
     for track in tracks:

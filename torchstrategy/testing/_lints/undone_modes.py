@@ -15,6 +15,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.modules import modules_in, parameters_in, rate_of_dropout
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here
 from torchstrategy.testing._lints.torch_internals import Dropout
@@ -61,9 +62,10 @@ class UndoneModes(Lint):
     @override
     def changes_mode(self, facts: Facts, module: nn.Module, is_training: bool) -> None:
         parts = self._parts[facts.rank]
+        within = {id(one) for _, one in modules_in(module)}
         if not is_training:
             for part in list(parts):
-                if any(one is part for one in module.modules()):
+                if id(part) in within:
                     del parts[part]
             if _may_drop(module):
                 parts[module] = _Part(weakref.ref(module), here())
@@ -72,7 +74,7 @@ class UndoneModes(Lint):
         for part, known in list(parts.items()):
             if part is module:
                 del parts[part]
-            elif any(one is part for one in module.modules()):
+            elif id(part) in within:
                 known.undone_at = known.undone_at or here()
 
     @override
@@ -99,8 +101,7 @@ class UndoneModes(Lint):
 
 def _dropouts(module: nn.Module) -> list[str]:
     kinds = (Dropout, nn.RNNBase, nn.MultiheadAttention)
-    found = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, kinds)]
-    return [name for name, layer in found if (layer.p if hasattr(layer, "p") else layer.dropout)]
+    return [name for name, layer in modules_in(module) if isinstance(layer, kinds) and rate_of_dropout(layer)]
 
 
 def _may_drop(module: nn.Module) -> bool:
@@ -108,7 +109,7 @@ def _may_drop(module: nn.Module) -> bool:
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    parameters = list(module.parameters())
+    parameters = parameters_in(module)
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 

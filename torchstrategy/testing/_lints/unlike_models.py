@@ -17,6 +17,7 @@ from torchstrategy.testing._lints.findings import Finding, finding, named_ranks
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.known import Known, version_of
 from torchstrategy.testing._lints.lint import Follower, Seen
+from torchstrategy.testing._lints.modules import parameters_in
 from torchstrategy.testing._lints.objects import Objects
 from torchstrategy.testing._lints.places import Place, here, way_here
 from torchstrategy.testing._lints.untrained_copies import Called, CalledModules, Prints
@@ -106,7 +107,7 @@ class UnlikeModels(Follower):
     @override
     def restored(self, facts: Facts, module: nn.Module, state: dict[str, Any], misfits: Any) -> None:
         loads = self._loads[facts.rank]
-        for parameter in module.parameters() if facts.size > 1 else ():
+        for parameter in parameters_in(module) if facts.size > 1 else ():
             loads.put(parameter, [*(loads.get(parameter) or []), facts.steps])
 
     @override

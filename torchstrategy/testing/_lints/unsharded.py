@@ -30,13 +30,13 @@ class _Seen:
     Attributes:
         ranks: Among whom `fully_shard` shares out its parameters; none if it does not.
         sharded: How many it shares out.
-        others: The positions of its other parameters.
+        others: The positions of its other parameters, by which ranks know them.
         tracks: What is followed of these.
     """
 
     ranks: tuple[int, ...] = ()
     sharded: int = 0
-    others: list[int] = field(default_factory=list)
+    others: Objects[torch.Tensor, int] = field(default_factory=Objects)
     tracks: list[Track] = field(default_factory=list)
 
 
@@ -64,8 +64,8 @@ class Unsharded(Lint):
         if seen is None:
             seen = self._seen[optimizer] = _looked_at(parameters_of(optimizer))
         if facts.rank in seen.ranks and seen.others:
-            parameters = parameters_of(optimizer)
-            those = [(position, parameters[position]) for position in seen.others]
+            left = parameters_of(optimizer)  # the program may have taken some out of it
+            those = [(seen.others[parameter], parameter) for parameter in left if parameter in seen.others]
             seen.tracks = self._tracks.begins(facts, optimizer, those, seen.ranks)
             if facts.rank == seen.ranks[0]:
                 self._all[id(seen)] = seen
@@ -110,9 +110,10 @@ class Unsharded(Lint):
 
 def _looked_at(parameters: Sequence[torch.Tensor]) -> _Seen:
     sharded = [parameter for parameter in parameters if part_of(parameter) is not None]
-    others = [
-        position for position, parameter in enumerate(parameters) if is_plain(parameter) and parameter.requires_grad
-    ]
+    others: Objects[torch.Tensor, int] = Objects()
+    for position, parameter in enumerate(parameters):
+        if is_plain(parameter) and parameter.requires_grad:
+            others[parameter] = position
     if not sharded or not others or not models_with(sharded):
         return _Seen()
     return _Seen(ranks_of_mesh(sharded[0]), len(sharded), others)

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchstrategy.testing._lints.facts import Model
 from torchstrategy.testing._lints.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.known import Known, is_plain
-from torchstrategy.testing._lints.modules import owners_of
+from torchstrategy.testing._lints.modules import modules_in, named_parameters, owners_of, parameters_in
 from torchstrategy.testing._lints.places import Place
 from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names
 
@@ -100,7 +100,7 @@ class Called:
         return {name: value for name, value in self.trained.begun.items() if name.startswith(self._prefix())}
 
     def _parameters(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in module.named_parameters():
+        for name, parameter in named_parameters(module):
             yield self._prefix() + name, parameter
 
     def _prefix(self) -> str:
@@ -125,11 +125,11 @@ class CalledModules:
         if wrapped is None or len(model.ranks) < 2:
             return
         parts: dict[Signature, str] = {}
-        for name, module in wrapped.module.named_modules():
+        for name, module in modules_in(wrapped.module):
             signature = _signature(module)
             if sum(len(shape) > 1 for _, shape in signature) >= _FEWEST_MATRICES:
                 parts.setdefault(signature, name)
-        begun = {name: fingerprint(one) for name, one in wrapped.module.named_parameters()}
+        begun = {name: fingerprint(one) for name, one in named_parameters(wrapped.module)}
         has_own_buffers = not wrapped.broadcast_buffers
         trained = Trained(model.key, model.ranks, True, has_own_buffers, parts, begun, ignored_names(wrapped))
         self._trained.append(trained)
@@ -165,14 +165,14 @@ class CalledModules:
         for owner in owners:
             for trained in self._trained:
                 part = trained.parts.get(_signature(owner))
-                if part is not None and (is_averaged or not any(own.requires_grad for own in owner.parameters())):
+                if part is not None and (is_averaged or not any(own.requires_grad for own in parameters_in(owner))):
                     return self._note(owner, trained, part)
-        for own in owners[0].parameters() if owners else ():
+        for own in parameters_in(owners[0]) if owners else ():
             self._known.put(own, nothing)
         return nothing
 
     def _note(self, module: nn.Module, trained: Trained, part: str | None) -> list[Called]:
-        named = list(module.named_parameters())
+        named = named_parameters(module)
         layer = named[0][0].rpartition(".")[0] if named else ""
         entries = frozenset(id(one) for name, one in named if name.rpartition(".")[0] == layer)
         number = 0
@@ -186,11 +186,11 @@ class CalledModules:
 
 
 def _number_of_parameters(module: nn.Module) -> int:
-    return sum(1 for _ in module.parameters())
+    return len(parameters_in(module))
 
 
 def _signature(module: nn.Module) -> Signature:
-    named = list(module.named_parameters())
+    named = named_parameters(module)
     if any(is_lazy(parameter) for _, parameter in named):  # they have no shape so far
         return ()
     return tuple((name, tuple(parameter.shape)) for name, parameter in named)
@@ -199,7 +199,7 @@ def _signature(module: nn.Module) -> Signature:
 def _statistics(module: nn.Module) -> dict[str, torch.Tensor]:
     """The statistics of norms that are in evaluation mode, which they normalize with."""
     found: dict[str, Any] = {}
-    for prefix, layer in module.named_modules():
+    for prefix, layer in modules_in(module):
         if isinstance(layer, NormBase) and not layer.training and layer.running_mean is not None:
             before = f"{prefix}." if prefix else ""
             found |= {f"{before}running_mean": layer.running_mean, f"{before}running_var": layer.running_var}

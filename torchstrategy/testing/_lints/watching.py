@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any, final
 
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from torchstrategy.testing._lints.asking import asked, attribute
 from torchstrategy.testing._lints.checkpoints import replaced as replaced_for_checkpoints
 from torchstrategy.testing._lints.files import replaced as replaced_for_files
 from torchstrategy.testing._lints.findings import Finding
@@ -395,10 +396,9 @@ class Watch:
         def told(loader: Any) -> Any:
             if self.session() is None:
                 return iterate(loader)
-            with suppress(Exception):  # a sampler of the program's own may refuse to be asked
-                batches = loader.batch_sampler
-                for sampler in (batches, getattr(batches, "sampler", None), loader.sampler):
-                    self._watch_sampler(sampler)
+            batches = attribute(loader, "batch_sampler")
+            for sampler in (batches, attribute(batches, "sampler"), attribute(loader, "sampler")):
+                asked(functools.partial(self._watch_sampler, sampler), None)  # its class may refuse to be changed
             if not isinstance(loader.dataset, IterableDataset):
                 self._tell("opened", loader)
             before, self._here.opening = self._here.opening, loader

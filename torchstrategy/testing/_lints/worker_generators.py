@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, final
 
@@ -21,6 +22,7 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 from typing_extensions import override
 
+from torchstrategy.testing._lints.asking import asked, attribute, named_in
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
@@ -72,13 +74,15 @@ class WorkerGenerators(Lint):
         known = self._by_loader.setdefault(loader, {})
         if known and loader.persistent_workers:
             return
-        for at, (owner, attribute, generator) in enumerate(_generators_in(loader.dataset, _DEEPEST, set())):
-            name = f"{type(owner).__name__}.{attribute}"
+        for at, (owner, name_there, generator) in enumerate(_generators_in(loader.dataset, _DEEPEST, set())):
+            name, state = f"{type(owner).__name__}.{name_there}", asked(partial(_state_of, generator), None)
+            if state is None:
+                continue  # that of the system has no state: each worker draws other numbers
             if (at, name) not in known:
                 known[at, name] = _Seen(here(), name, loader.num_workers, Counter())
                 if _draws(loader.dataset, generator):
                     self._all.append(known[at, name])
-            known[at, name].states[_state_of(generator)] += 1
+            known[at, name].states[state] += 1
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -96,15 +100,15 @@ def _generators_in(thing: Any, depth: int, passed: set[int]) -> Iterator[tuple[A
         return
     passed.add(id(thing))
     if isinstance(thing, (list, tuple, dict)):
-        parts = list(thing.values() if isinstance(thing, dict) else thing)
+        parts = list(dict.values(thing) if isinstance(thing, dict) else thing)
         if len(parts) <= _MOST and depth:
             for part in parts:
                 yield from _generators_in(part, depth - 1, passed)
         return
-    if isinstance(thing, type) or not hasattr(thing, "__dict__"):
+    if isinstance(thing, type):
         return
     used: set[str] | None = None
-    for name, value in list(vars(thing).items()):
+    for name, value in named_in(thing).items():
         if isinstance(value, _GENERATORS):
             used = _names_used_in_workers(type(thing)) if used is None else used
             if name in used:
@@ -140,10 +144,10 @@ def _is_in_order(loader: Any) -> bool:
     """Whether the rows of a loader come in the order of the data set, as in an evaluation."""
     sampler = loader.sampler
     if loader.batch_size is None:  # the sampler gives batches
-        sampler = getattr(sampler, "sampler", sampler)
+        sampler = attribute(sampler, "sampler", sampler)
     elif type(loader.batch_sampler) is BatchSampler:
         sampler = loader.batch_sampler.sampler
-    return isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", True) is False
+    return isinstance(sampler, SequentialSampler) or attribute(sampler, "shuffle", True) is False
 
 
 def _draws(dataset: Any, generator: Any) -> bool:
