@@ -9,15 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from linted import names_of
 from torchstrategy.testing import run_ranks
 
 RANKS = 2
-
-pytestmark = pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
 
 
 def lints(program: Callable[[int], Any]) -> list[str]:
@@ -33,45 +30,6 @@ def rows_of(rank: int, step: int) -> torch.Tensor:
 
 
 # Buffers of several ranks
-
-
-class Codebook(nn.Module):
-    """Vectors that are means of the rows next to them, as those of a quantizing autoencoder."""
-
-    def __init__(self, is_right: bool) -> None:
-        super().__init__()
-        self._is_right = is_right
-        self.body = nn.Linear(4, 4)
-        self.register_buffer("counts", torch.ones(6))
-        self.register_buffer("sums", torch.randn(6, 4))
-        self.counts: torch.Tensor
-        self.sums: torch.Tensor
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.body(rows)
-        nearest = torch.cdist(found.detach(), self.sums / self.counts[:, None]).argmin(1)
-        chosen = nn.functional.one_hot(nearest, 6).float()
-        counts, sums = chosen.sum(0), chosen.t() @ found.detach()
-        dist.all_reduce(counts)
-        if self._is_right:
-            dist.all_reduce(sums)
-        self.counts.lerp_(counts, 0.1)
-        self.sums.lerp_(sums, 0.1)
-        return found
-
-
-@pytest.mark.parametrize("is_right", [False, True])
-def test_sums_that_are_not_reduced_beside_counts_that_are(is_right: bool) -> None:
-    def program(rank: int) -> None:
-        torch.manual_seed(0)
-        model = DistributedDataParallel(Codebook(is_right), broadcast_buffers=False)
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        for step in range(8):
-            optimizer.zero_grad()
-            (model(rows_of(rank, step)) - 1).square().mean().backward()
-            optimizer.step()
-
-    assert lints(program) == ([] if is_right else ["replicas-part"])
 
 
 class Features(nn.Module):

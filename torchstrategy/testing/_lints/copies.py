@@ -29,6 +29,7 @@ class Way(NamedTuple):
         skips: How many steps `GradScaler` has skipped until now.
         rates: The learning rates of the optimizer; None if they are not known.
         state: What the optimizer keeps of its first parameter: numbers, and what is kept of tensors, by name.
+        is_own: Whether the program has made the step itself. It may have moved weights before, and back, which rounds.
     """
 
     was_called: bool = True
@@ -38,6 +39,7 @@ class Way(NamedTuple):
     skips: int = 0
     rates: tuple[float, ...] | None = None
     state: Mapping[str, float | Fingerprint | None] = {}
+    is_own: bool = False
 
 
 @final
@@ -207,6 +209,8 @@ class Copies:
         self.was_compared = self.was_compared or step == 0
         others = {rank: there[rank] for rank in self.ranks[1:]}
         names = [name for name in first.values if any(_are_unlike(first, other, name) for other in others.values())]
+        if first.way.is_own and not any(_are_far(first, other, names) for other in others.values()):
+            names = []
         if not names:
             # Copies that come together again are trained apart on purpose, as by averaging each few steps.
             self.is_over = self.parted is not None and self.parted.names[0] in first.values
@@ -265,6 +269,12 @@ def _is_drawn(value: Fingerprint | None) -> bool:
 def _are_unlike(first: Snapshot, other: Snapshot, name: str) -> bool:
     mine, theirs = first.values[name], other.values.get(name)
     return mine is not None and theirs is not None and mine != theirs
+
+
+def _are_far(first: Snapshot, other: Snapshot, names: list[str]) -> bool:
+    """Whether numbers differ by more than rounding."""
+    pairs = [(first.values[name], other.values.get(name)) for name in names]
+    return any(mine is None or theirs is None or not mine.is_close_to(theirs) for mine, theirs in pairs)
 
 
 def _have_other_gradients(first: Snapshot, other: Snapshot, name: str) -> bool:

@@ -36,8 +36,7 @@ class CountedAgain(Lint):
                 f"Backward computes the part that is called at {place} again, and batch norm in it moves its running "
                 "statistics again: each batch counts twice. They follow the last batches more closely than `momentum` "
                 "says, and evaluation has other numbers than without `checkpoint`.",
-                "Leave batch norm out of the part, or use a norm without running statistics; or give the layers in it "
-                "`momentum=1 - (1 - momentum) ** 0.5`.",
+                "Leave batch norm out of the part, or use a norm without running statistics.",
                 [place],
             )
             for place, times in self._again.items()

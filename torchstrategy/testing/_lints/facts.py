@@ -47,6 +47,7 @@ class Backward:
         is_plain: Whether it had no gradient of the caller's, and did not keep its graph for another call.
         changed: The parameters, by id, whose gradients it has changed.
         scale: By what mixed precision has multiplied the loss; None if by nothing.
+        is_given: Whether it was `torch.autograd.grad`, which adds to no gradient.
     """
 
     place: Place
@@ -55,6 +56,7 @@ class Backward:
     is_plain: bool
     changed: set[int]
     scale: float | None = None
+    is_given: bool = False
 
 
 @final
@@ -72,8 +74,8 @@ class Flat:
 
     Attributes:
         parts: Their addresses, in order.
-        number: By what it was multiplied before it was reduced; None if nobody knows.
-        is_reduced: Whether it was: what is done to it after that is done to the gradients.
+        number: By what it was multiplied; None if nobody knows.
+        is_reduced: Whether it was reduced.
     """
 
     parts: dict[int, None]
@@ -110,6 +112,7 @@ class Facts:
         reducers: Among whom that was.
         apart: The addresses of gradients that were reduced in a flat tensor, and that are as they were.
         was_awaited: Whether the step has read no gradient that a collective has still to write.
+        has_had_optimizers: Whether it has had some, which may be gone.
         given: What `torch.autograd.grad` has returned, by the id of the parameter, where there is no optimizer.
         used: With what gradients a step of the program's own has changed parameters, by their id.
     """
@@ -136,6 +139,7 @@ class Facts:
     reducers: tuple[int, ...] = ()
     apart: set[int] = field(default_factory=set)
     was_awaited: bool = True
+    has_had_optimizers: bool = False
     given: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     used: dict[int, Any] = field(default_factory=dict)
 
@@ -146,6 +150,13 @@ class Facts:
         if not self.optimizers:
             there = [leaf() for leaf in self.leaves.values()]
             yield from (leaf for leaf in there if leaf is not None)
+
+    def add_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Notes leaves of losses. Inputs with a gradient do not count beside the parameters of a model."""
+        there = {own: leaf for own, leaf in self.leaves.items() if leaf() is not None}
+        there |= {id(leaf): weakref.ref(leaf) for leaf in leaves}
+        parameters = {own: leaf for own, leaf in there.items() if isinstance(leaf(), torch.nn.Parameter)}
+        self.leaves = parameters or there
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The gradient of a parameter: its own, or what `torch.autograd.grad` has returned."""
@@ -179,16 +190,25 @@ class Facts:
         """A collective of the program reduces a tensor: gradients, maybe."""
         address, flat = address_of(tensor), self.flats.get(tensor)
         if address in self.addresses:
+            self.apart.discard(address)
+            if address in self.reduced:  # once more, among other ranks
+                self.multiplies([address], None, place)
             self.reduced[address] = detail
         elif flat is not None:
-            self.reduced |= dict.fromkeys(flat.parts, detail)
+            self.apart |= flat.parts.keys() - self.reduced.keys()
+            self.reduced = dict.fromkeys(flat.parts, detail) | self.reduced
+            flat.number = None if flat.is_reduced else flat.number
             flat.is_reduced = True
-            self.apart |= flat.parts.keys()
-            if flat.number != 1:
-                self.multiplies(flat.parts, flat.number, place)
         else:
             return
         self.reducers = tuple(ranks)
+
+    def takes_flats(self) -> None:
+        """A step is made with what is in flat tensors: what these were multiplied by, the gradients were."""
+        for flat in self.flats.facts():
+            if flat.is_reduced and flat.number != 1:
+                place = next((factor.place for factor in self.factors.values()), Place("", 0))
+                self.multiplies(self.apart & flat.parts.keys(), flat.number, place)
 
     def multiplies(self, gradients: Iterable[int], number: float | None, place: Place) -> None:
         """The program multiplies gradients, given by their addresses; by None: nobody knows by what."""

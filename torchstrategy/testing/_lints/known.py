@@ -47,6 +47,10 @@ class Known(Generic[T]):
         storage, fact = self._by_address.get(tensor.untyped_storage().data_ptr(), (None, None))
         return fact if storage is not None and storage() is not None else None
 
+    def facts(self) -> list[T]:
+        """What is known of tensors that are there."""
+        return [fact for storage, fact in list(self._by_address.values()) if storage() is not None]
+
     def drop(self, tensor: Any) -> None:
         """Forgets what is known of a tensor."""
         if self._by_address and is_plain(tensor):

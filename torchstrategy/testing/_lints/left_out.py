@@ -22,13 +22,11 @@ class _Late(NamedTuple):
         name: What it is called.
         beside: The other parameters of its layer, as their copies.
         steps: How many steps the rank had made before.
-        is_late: Whether its optimizer had made some of them.
     """
 
     name: str
     beside: Sequence[Copies]
     steps: int
-    is_late: bool
 
 
 @final
@@ -36,17 +34,14 @@ class LeftOut:
     """Looks among the parameters that a program keeps alike itself for those whose gradients it does not reduce.
 
     A head of each rank's own is no mistake. So a parameter counts if the program reduces the gradient of another one of
-    the same layer, or if ranks have kept it alike for some steps, as they do before it is unfrozen.
+    the same layer.
     """
 
     def __init__(self) -> None:
         self._late: dict[Any, _Late] = {}  # by the key of their copies
 
-    def stepped(self, facts: Facts, there: Mapping[int, Copies], is_first: bool) -> None:
-        """An optimizer has made a step: its first one, or a later one.
-
-        Its parameters are given as the ids of their tensors, with their copies.
-        """
+    def stepped(self, facts: Facts, there: Mapping[int, Copies]) -> None:
+        """A rank has made a step. Its parameters are given as the ids of their tensors, with their copies."""
         late = {own: one for own, one in there.items() if one.late is not None and one.key not in self._late}
         tensors = [tensor for one in late.values() for tensor in one.named[facts.rank]().values()]
         if not tensors:
@@ -54,7 +49,7 @@ class LeftOut:
         beside = _of_one_layer(tensors)
         for tensor, name in zip(tensors, names_of(tensors), strict=True):
             others = [there[own] for own in beside[id(tensor)] if own in there]
-            self._late[late[id(tensor)].key] = _Late(name, others, facts.steps, not is_first)
+            self._late[late[id(tensor)].key] = _Late(name, others, facts.steps)
 
     def finding(self, all_copies: Sequence[Copies]) -> Finding | None:
         """What to say of them, if there are some."""
@@ -81,13 +76,12 @@ class LeftOut:
             f"In step {first + 1}, rank {copies.ranks[0]} and {named_ranks(parted.ranks)} have made the step "
             f"({in_words(places)}) with gradients that differ for parameters that were alike until then: "
             f"{some(names)}. Those of {len(reduced)} other parameters are alike, since they are reduced{at}.",
-            "Reduce the gradients of all parameters that ranks have copies of, also of those that are unfrozen later.",
+            "Reduce the gradients of all parameters that ranks have copies of.",
             [*places, *where],
         )
 
     def _is_wrong(self, copies: Copies, reduced: Sequence[Copies]) -> bool:
-        late = self._late[copies.key]
-        return late.is_late or any(one is other for one in late.beside for other in reduced)
+        return any(one is other for one in self._late[copies.key].beside for other in reduced)
 
 
 def _of_one_layer(tensors: Sequence[torch.Tensor]) -> dict[int, set[int]]:

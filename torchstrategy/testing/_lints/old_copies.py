@@ -20,6 +20,7 @@ _LOOKED_AT = 6  # steps
 _ENOUGH_STEPS = 2
 _MOST_NODES = 20_000
 _SEEN = "torchstrategy.versions"  # in the metadata of a node: the versions of parameters when it was seen first
+_COPIES = ("ToCopyBackward", "CloneBackward", "CopyBackwards", "CatBackward", "StackBackward")
 # Their results have the memory of the parameter, and change with it.
 _VIEWS = ("AsStrided", "Alias", "Detach", "Expand", "Permute", "Select", "Slice", "Split", "Squeeze", "T", "Transpose")
 _MORE_VIEWS = ("Unbind", "Unsqueeze", "View", "Unfold", "Diagonal", "Reshape")
@@ -48,7 +49,7 @@ class OldCopies(Lint):
         trained = {id(parameter) for parameter in facts.parameters()}
         old: dict[int, torch.Tensor] = {}
         for node, parameter in _uses([loss.grad_fn for loss in losses]):
-            if id(parameter) in trained:
+            if id(parameter) in trained and name_of(node).startswith(_COPIES):
                 versions = node.metadata.setdefault(_SEEN, {})
                 if versions.setdefault(id(parameter), version_of(parameter)) != version_of(parameter):
                     old[id(parameter)] = parameter

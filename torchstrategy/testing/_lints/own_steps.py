@@ -24,7 +24,6 @@ WRITES = frozenset(
         _aten.lerp_.Tensor,
         _aten.addcdiv_.default,
         _aten.addcmul_.default,
-        _aten.copy_.default,
         _aten._foreach_add_.List,
         _aten._foreach_sub_.List,
         _aten._foreach_mul_.Scalar,
@@ -32,10 +31,9 @@ WRITES = frozenset(
         _aten._foreach_addcdiv_.Scalar,
         _aten._foreach_addcdiv_.ScalarList,
         _aten._foreach_addcmul_.Scalar,
-        _aten._foreach_copy_.default,
     }
 )
-"""With what programs update parameters."""
+"""With what programs update parameters. `copy_` also puts other weights there: averages, or those of a checkpoint."""
 
 
 @final
@@ -92,9 +90,13 @@ class OwnStep:
         """Which parameters an operator is going to write for the first time in this step."""
         if not self._waiting:
             return []
-        found = [self._waiting.pop(address, None) for address in addresses_of(target)]
-        there = [one() for one in found if one is not None]
-        return [one for one in there if one is not None]
+        found = []
+        for address in addresses_of(target):
+            parameter = self._waiting[address]() if address in self._waiting else None
+            if parameter is not None and address_of(parameter) == address:  # it may have got other memory
+                del self._waiting[address]
+                found.append(parameter)
+        return found
 
     def ends(self) -> None:
         """It is over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -31,6 +31,7 @@ from torchstrategy.testing._lints.modules import (
 )
 from torchstrategy.testing._lints.multiplied_apart import multiplied_apart
 from torchstrategy.testing._lints.objects import Objects
+from torchstrategy.testing._lints.own_steps import OwnOptimizer
 from torchstrategy.testing._lints.places import Place, here, in_words
 from torchstrategy.testing._lints.scheduled import rates_of
 from torchstrategy.testing._lints.torch_internals import ignored_names, is_persistent
@@ -71,9 +72,9 @@ class Replicas(Lint):
         self._owners: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Copies]] = {}  # by rank and id
         self._shared: dict[tuple[int, int], _Shared] = {}  # by rank and address
         self._in_flats: dict[int, dict[int, _Part]] = defaultdict(dict)  # by rank and address of a gradient, of a step
+        self._numbered: Counter[int] = Counter()  # optimizers, by rank
         self._left_out = LeftOut()
         self._optimizers: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(Objects)
-        self._made: Objects[torch.optim.Optimizer, int] = Objects()  # how many steps
         self._has_parts = False
         self._losses: dict[int, float | None] = {}  # of the first backward of a rank
 
@@ -115,10 +116,13 @@ class Replicas(Lint):
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         for copies in self._copies_in(facts, optimizer):
             made = copies.steps[facts.rank]
-            if not made or copies.parted is not None:
+            # A program that makes its steps itself may have moved weights to look from there, and not to stay.
+            is_first = not made and not (facts.steps and isinstance(optimizer, OwnOptimizer))
+            if is_first or copies.parted is not None:
                 # Copies that have parted may have been averaged since the last step.
                 named = copies.named[facts.rank]()
-                before = snapshot(facts, named if made else _parameters(named), False, Way(skips=facts.skips))
+                way = Way(skips=facts.skips, is_own=isinstance(optimizer, OwnOptimizer))
+                before = snapshot(facts, named if made else _parameters(named), False, way)
                 copies.add(facts.rank, made + 0.5 if made else 0, before)
 
     @override
@@ -138,14 +142,13 @@ class Replicas(Lint):
                 facts.skips,
                 None if rates is None else tuple(rates),
                 state,
+                isinstance(optimizer, OwnOptimizer),
             )
             made = snapshot(facts, copies.named[facts.rank](), True, way)
             copies.add(facts.rank, copies.steps[facts.rank], made)
         self._in_flats.pop(facts.rank, None)
-        is_first = self._made.setdefault(optimizer, 0) == 0
-        self._made[optimizer] += 1
         if any(copies.late is not None for copies in there):
-            self._left_out.stepped(facts, self._singles(facts, optimizer), is_first)
+            self._left_out.stepped(facts, self._singles(facts, optimizer))
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -281,7 +284,10 @@ class Replicas(Lint):
     def _number(self, facts: Facts, optimizer: torch.optim.Optimizer) -> int:
         """Which of the optimizers of a rank it is, in the order of their first steps."""
         known = self._optimizers[facts.rank]
-        return known.setdefault(optimizer, len(known))
+        if optimizer not in known:  # some may be gone
+            known[optimizer] = self._numbered[facts.rank]
+            self._numbered[facts.rank] += 1
+        return known[optimizer]
 
     def _singles(self, facts: Facts, optimizer: torch.optim.Optimizer) -> dict[int, Copies]:
         """The copies of parameters of an optimizer that no wrapper has, by the id of the parameter."""
@@ -297,7 +303,8 @@ class Replicas(Lint):
                 copies.reduced_at = None if tensor is parameter else shared.place
                 return copies
         part = self._in_flats[facts.rank].get(facts.address_of_gradient(parameter))
-        if part is None or len(part.ranks) < 2:
+        # Where there is an optimizer, a flat tensor that does not come back into gradients is only looked at.
+        if part is None or len(part.ranks) < 2 or not isinstance(facts.stepping, OwnOptimizer):
             return None
         copies = self._single(facts, parameter, part.key, part.ranks)
         copies.reduced_at = part.place

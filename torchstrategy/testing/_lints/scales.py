@@ -16,6 +16,7 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.fingerprints import number_of
 from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.own_steps import OwnOptimizer
 from torchstrategy.testing._lints.places import CLIPPING, Place, here, is_within
 from torchstrategy.testing._lints.torch_internals import has_hook_of_gradients
 
@@ -70,7 +71,8 @@ class Scales(Lint):
         calls = [call for call in facts.backwards if call.is_plain]
         several = accumulated(calls)
         if (several or len(calls) == 1) and (last := (several or calls)[-1]):
-            self._judge(facts, several or calls, last)
+            # A program that updates weights itself may divide in the update, where nobody sees it.
+            self._judge(facts, several or calls, last, may_divide_later=isinstance(optimizer, OwnOptimizer))
         self._by_ranks.pop(facts.rank, None)
 
     @override
@@ -82,7 +84,7 @@ class Scales(Lint):
                     found.append(finding(name, case.says, case.write, case.places))
         return found
 
-    def _judge(self, facts: Facts, calls: Sequence[Backward], last: Backward) -> None:
+    def _judge(self, facts: Facts, calls: Sequence[Backward], last: Backward, may_divide_later: bool) -> None:
         loss, gradient = factor_of(calls), factor_of_gradients(facts, calls)
         if loss is None or gradient is None:
             return
@@ -90,6 +92,8 @@ class Scales(Lint):
         ranks, is_summed = ranks_of(facts, calls)
         count = self._counts[last.place]
         of_ranks = 1 / ranks if is_summed else 1  # what a mean over ranks multiplies by, where they are added
+        if may_divide_later and total > of_ranks / micro:
+            return
         if micro > 1 and (_is(total, 1) or _is(total, of_ranks)):
             self._note(count, "loss-not-divided", _not_divided(micro, last.place))
         elif micro > 1 and _is(total, of_ranks / micro**2):
@@ -138,7 +142,8 @@ def accumulated(calls: Sequence[Backward]) -> list[Backward]:
     """Those calls, through the same lines, that add to gradients of the same parameters, if there are several."""
     by_way: dict[tuple[Place, ...], list[Backward]] = defaultdict(list)
     for call in calls:
-        by_way[call.way].append(call)
+        if not call.is_given:
+            by_way[call.way].append(call)
     several = max(by_way.values(), key=len, default=[])
     return several if len(several) > 1 and set.intersection(*(call.changed for call in several)) else []
 
@@ -150,7 +155,10 @@ def ranks_of(facts: Facts, calls: Sequence[Backward]) -> tuple[int, bool]:
         is_known = not facts.reduced and not has_hook_of_gradients(called[0].model())
         return (len(called[0].ranks), False) if is_known else (0, False)
     of_calls = set().union(*(call.changed for call in calls))
-    ways = {facts.reduced.get(address) for own, address in facts.gradients.items() if own in of_calls}
+    addresses = {address for own, address in facts.gradients.items() if own in of_calls}
+    if not isinstance(facts.stepping, OwnOptimizer) and addresses & facts.apart:
+        return 0, False  # a flat tensor was reduced, to be looked at, and not the gradients
+    ways = {facts.reduced.get(address) for address in addresses}
     if ways == {"sum"}:
         return len(facts.reducers), True
     return (len(facts.reducers), False) if ways == {"avg"} else (0, False)
@@ -223,8 +231,8 @@ def _scaled(facts: Facts, args: Sequence[Any], is_division: bool) -> None:
     number = None if not by else 1 / by if is_division else by
     if flat is not None and args[0].nbytes != args[0].untyped_storage().nbytes():
         number = None  # of a part of it
-    if flat is None or flat.is_reduced:
-        facts.multiplies(gradients if flat is None else flat.parts, number, here())
+    if flat is None:
+        facts.multiplies(gradients, number, here())
     else:
         flat.number = None if number is None or flat.number is None else flat.number * number
 
@@ -232,8 +240,5 @@ def _scaled(facts: Facts, args: Sequence[Any], is_division: bool) -> None:
 def _overwritten(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
     if not facts.addresses or (address := address_of(args[0])) not in facts.addresses:
         return
-    flat = facts.flats.get(args[1]) if len(args) > 1 else None
-    if flat is not None and flat.is_reduced and address in flat.parts:
-        facts.apart.discard(address)  # it comes back from where it was reduced
-    else:
-        facts.factors[address] = Factor(None, here())
+    facts.apart.discard(address)
+    facts.factors[address] = Factor(None, here())

@@ -216,13 +216,14 @@ class Session:
     def writes(self, rank: int, target: Any) -> None:
         """An operator of `WRITES` is going to run, on a tensor or on several."""
         facts, own = self.facts(rank), self._own.get(rank)
-        if own is None or facts.optimizers or self._open[rank]:
+        if own is None or facts.has_had_optimizers or self._open[rank]:
             return
         parameters = own.written(target)
         if not parameters:
             return
         if own.place is None:
             facts.stepping = own.optimizer
+            facts.takes_flats()
             self._each(lambda lint: lint.steps(facts, own.optimizer))
         own.place = here()
         facts.used |= {id(one): gradient_used(facts, one) for one in parameters}
@@ -311,11 +312,12 @@ class Session:
     def has_optimizer(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made."""
         self.facts(rank).optimizers[optimizer] = None
+        self.facts(rank).has_had_optimizers = True
         self._each(lambda lint: lint.has_optimizer(self.facts(rank), optimizer))
 
     def has_optimizers(self, rank: int) -> bool:
         """Whether a rank has an optimizer of torch."""
-        return bool(self.facts(rank).optimizers)
+        return self.facts(rank).has_had_optimizers
 
     def goes_back(self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool) -> Backward:
         """`backward` is called; returns what `went_back` is given."""
@@ -324,7 +326,7 @@ class Session:
         facts.clipped = {}  # what hooks reduce while `backward` runs was not clipped
         self._each(lambda lint: lint.goes_back(facts, losses))
         if not facts.optimizers:
-            facts.leaves |= {id(leaf): weakref.ref(leaf) for loss in losses for leaf in leaves_of(loss)}
+            facts.add_leaves([leaf for loss in losses for leaf in leaves_of(loss)])
         terms = terms_of(losses[0], facts.scale) if len(losses) == 1 else []
         self._gradients_before[rank] = _gradients(facts)
         way = way_here()
@@ -342,12 +344,15 @@ class Session:
         facts.addresses = set(facts.gradients.values())
         facts.factors = {}
         self._each(lambda lint: lint.went_back(facts))
-        if not facts.optimizers:
+        if not facts.has_had_optimizers:
             own = self._own.setdefault(rank, OwnStep(facts))
             own.waits_for([one for one in facts.parameters() if id(one) in call.changed])
 
-    def gave_gradients(self, rank: int, parameters: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
+    def gave_gradients(
+        self, rank: int, call: Backward, parameters: Sequence[torch.Tensor], gradients: Sequence[Any]
+    ) -> None:
         """`torch.autograd.grad` has returned gradients."""
+        call.is_given = True
         both = zip(parameters, gradients, strict=True)
         self.facts(rank).given |= {id(one): weakref.ref(its) for one, its in both if its is not None}
 
@@ -368,6 +373,7 @@ class Session:
     def steps(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is going to make a step. Those within a step of another one are parts of it."""
         running = self._open[rank]
+        self.facts(rank).has_had_optimizers = True
         if id(optimizer) in running:  # its last step has ended with an error
             running.clear()
         running.append(id(optimizer))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
+import textwrap
 from collections import Counter
 from contextlib import suppress
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import nn
 from typing_extensions import override
 
 from torchstrategy.testing._lints.asking import named_in
 from torchstrategy.testing._lints.facts import Facts
 from torchstrategy.testing._lints.findings import Finding, finding, some
+from torchstrategy.testing._lints.fingerprints import fingerprint
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.modules import modules_in, own_buffers
 from torchstrategy.testing._lints.places import Place, here
@@ -46,7 +49,7 @@ class ThrownReplicas(Lint):
         place = here()
         for (prefix, name), value in state_of(replica).items():
             old = before.get((prefix, name))
-            if old is not None and old is not value and _counts_on(modules[prefix], name):
+            if old is not None and _is_other(value, old) and _counts_on(modules[prefix], name):
                 self._lost[_Lost(type(modules[prefix]).__name__, name, place)] += 1
 
     @override
@@ -79,9 +82,35 @@ def state_of(replica: nn.Module) -> State:
 
 
 def _counts_on(module: nn.Module, name: str) -> bool:
-    """Whether the source of a module computes an attribute from its own value."""
-    with suppress(OSError, TypeError):  # it has no source
-        source = inspect.getsource(type(module))
-        own = rf"\.{re.escape(name)}"
-        return bool(re.search(rf"{own}\s*[-+*/]=|{own}\s*=[^=\n][^\n]*{own}\b", source))
+    """Whether the class of a module computes an attribute from its own value, and nowhere sets it anew in a call."""
+    with suppress(OSError, TypeError, SyntaxError):  # it has no source
+        made = ast.parse(textwrap.dedent(inspect.getsource(type(module))))
+        methods = [one for one in ast.walk(made) if isinstance(one, ast.FunctionDef) and one.name != "__init__"]
+        kinds = {_kind(one, name) for method in methods for one in ast.walk(method)}
+        return "counts" in kinds and "sets" not in kinds
     return False
+
+
+def _kind(node: ast.AST, name: str) -> str | None:
+    """What a statement does to `self.name`: it counts on it, or sets it anew."""
+    if isinstance(node, ast.AugAssign):
+        return "counts" if _is_own(node.target, name) else None
+    if isinstance(node, ast.Assign) and any(_is_own(target, name) for target in node.targets):
+        return "counts" if any(_is_own(one, name) for one in ast.walk(node.value)) else "sets"
+    return None
+
+
+def _is_own(node: ast.AST, name: str) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+
+
+def _is_other(value: Any, old: Any) -> bool:
+    """Whether a number is another one, or a buffer has other numbers."""
+    if not isinstance(value, torch.Tensor) or not isinstance(old, torch.Tensor):
+        return bool(value != old)
+    return value is not old and fingerprint(value) != fingerprint(old)

@@ -126,6 +126,7 @@ class Watch:
                 self._at_the_end.enter_context(replacing([*self._replaced(), *replaced_for_files(self._file), *more]))
                 yield
         finally:
+            self._at_the_end = None
             witnesses.remove(self._told)
             work_witnesses.remove(work)
             for hook in hooks:
@@ -345,6 +346,8 @@ class Watch:
     def _grad(self, grad: Method) -> Method:
         @functools.wraps(grad)
         def told(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(inputs, Iterator):  # which can be gone through only once
+                inputs = tuple(inputs)
             session, losses, parameters = self.session(), _listed(outputs), _listed(inputs)
             # Gradients of a graph of gradients, or of rows, are for a loss and not for a step.
             is_for_a_step = not args and not kwargs.get("create_graph") and len(losses) == 1 and len(parameters) > 1
@@ -359,7 +362,7 @@ class Watch:
             finally:
                 self._here.depth -= 1
             if call is not None:
-                self._tell("gave_gradients", parameters, gradients)
+                self._tell("gave_gradients", call, parameters, gradients)
                 self._tell("went_back", call)
             return gradients
 
@@ -370,7 +373,8 @@ class Watch:
         def told(parallel: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:
             if len(replicas) < 2:  # the model itself
                 return run(parallel, replicas, *args, **kwargs)
-            before = state_of(replicas[0])
+            nothing: dict[tuple[str, str], Any] = {}
+            before = asked(functools.partial(state_of, replicas[0]), nothing)
             results = run(parallel, replicas, *args, **kwargs)
             self._tell("saw", "ran_replicas", replicas[0], before)
             return results

@@ -29,8 +29,10 @@ def replacing(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     try:
         yield
     finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        for (owner, name, value), (_, _, ours) in zip(before, alike, strict=True):
+            is_function = isinstance(ours, (FunctionType, _Builtin))
+            if not is_function or _value_of(owner, name) is ours:  # else the program has put its own there
+                setattr(owner, name, value)
 
 
 def _value_of(owner: Any, name: str) -> Any:
@@ -50,7 +52,7 @@ def _used_alike(owner: Any, name: str, value: Any, builtins: dict[int, _Builtin]
     if not isinstance(owner, ModuleType) or not isinstance(value, FunctionType):
         return [(owner, name, value)]
     before = getattr(owner, name, None)
-    if isinstance(before, BuiltinFunctionType):
+    if isinstance(before, (BuiltinFunctionType, _Builtin)):
         own = builtins.setdefault(id(value), _Builtin(value, f"{owner.__name__}:{name}"))  # `io.open` is `open`
         return [(owner, name, own)]
     # `torch.load` is pickled as `torch.serialization.load`.
