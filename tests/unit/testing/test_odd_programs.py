@@ -645,7 +645,7 @@ def with_nested_rows(rank: int) -> None:
 def with_single_numbers(rank: int) -> None:
     """A row of a tensor without dimensions, a complex mean, one that float32 cannot hold, and a bias that is one."""
     train(wrapped())
-    torch.index_select(torch.tensor(1.0), 0, torch.randint(0, 1, (4,))[:1])
+    torch.ops.aten.index_select(torch.tensor(1.0), 0, torch.randint(0, 1, (4,))[:1])  # some libraries replace torch's
     torch.randn(4, dtype=torch.complex64).mean().item()
     torch.full((4,), 1e300, dtype=torch.float64).mean().item()
     weight, bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.tensor(0.5))

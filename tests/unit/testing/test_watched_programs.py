@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from torchstrategy._base.objects.proxies import parameters_of
 from torchstrategy.testing import lint_training, run_ranks
 from torchstrategy.testing._simulation.replacing import replacing
 
@@ -346,3 +347,10 @@ def test_threads_of_the_program_are_watched_as_well() -> None:
         thread.start()
         thread.join()
     assert found == [trained(linear())]
+
+
+def test_a_group_without_parameters_is_asked_for_none() -> None:
+    """Where a strategy with one replica is at work, the library asks all optimizers of the process for theirs."""
+    optimizer = WithoutParameters(linear().parameters())
+    optimizer.zero_grad()  # adds such a group
+    assert [parameter.shape for parameter in parameters_of(optimizer)] == [(2, 4), (2,)]

@@ -14,10 +14,9 @@ import threading
 import types
 from abc import ABCMeta
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -109,10 +108,12 @@ def users_own(optimizer: Any, name: str) -> Any:
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The parameters that an optimizer updates, in order: the user's own, also while the optimizer is a proxy."""
-    return list(chain.from_iterable(map(_PARAMETERS, users_own(optimizer, "param_groups"))))
+    return list(chain.from_iterable(map(_members_of, users_own(optimizer, "param_groups"))))
 
 
-_PARAMETERS = itemgetter("params")
+def _members_of(group: dict[str, Any]) -> Iterable[torch.Tensor]:
+    members: Iterable[torch.Tensor] = group.get("params", ())  # some groups of the program's own have none
+    return members
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
