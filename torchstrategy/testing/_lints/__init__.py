@@ -20,7 +20,7 @@ lint             what every lint is told
 failures         lints that end with an error of their own
 counted_again    batch norm that counts a batch again in a part that is computed again
 thrown_replicas  what a module writes on itself where replicas of it are thrown away
-kept_buffers     buffers that ranks do not keep alike, in modules whose other tensors they do
+kept_buffers     buffers that a program leaves out when it broadcasts the parameters of a model
 left_out         gradients that a program leaves out when it reduces those of other parameters
 old_copies       copies of parameters that were made before the last steps, and with which losses are computed
 own_steps        steps that a program makes itself, without an optimizer of torch

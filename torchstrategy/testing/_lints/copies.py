@@ -262,8 +262,7 @@ _MOST_KEPT, _MOST_WAITING = 8, 64  # a rank that waits for nobody may be far ahe
 
 
 def _is_drawn(value: Fingerprint | None) -> bool:
-    """Whether the numbers of a tensor differ, as random ones do: all zeros say nothing of what ranks are to share."""
-    return value is not None and len(set(value.sample)) > 2
+    return value is not None and value.is_drawn
 
 
 def _are_unlike(first: Snapshot, other: Snapshot, name: str) -> bool:

@@ -14,7 +14,7 @@ from torchstrategy.testing._lints.asking import entry_of
 from torchstrategy.testing._lints.known import Known, is_plain
 from torchstrategy.testing._lints.losses import Term
 from torchstrategy.testing._lints.objects import Objects
-from torchstrategy.testing._lints.places import Place
+from torchstrategy.testing._lints.places import Place, here
 
 _DEEPEST = 4  # lists in lists
 
@@ -74,13 +74,17 @@ class Flat:
 
     Attributes:
         parts: Their addresses, in order.
-        number: By what it was multiplied; None if nobody knows.
+        factor: By what it was multiplied; None if by nothing.
         is_reduced: Whether it was reduced.
     """
 
     parts: dict[int, None]
-    number: float | None = 1.0
+    factor: Factor | None = None
     is_reduced: bool = False
+
+    def multiplies(self, number: float | None, place: Place) -> None:
+        """The program multiplies it; by None: nobody knows by what."""
+        self.factor = Factor(_product(1.0 if self.factor is None else self.factor.number, number), place)
 
 
 @final
@@ -152,7 +156,11 @@ class Facts:
             yield from (leaf for leaf in there if leaf is not None)
 
     def add_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Notes leaves of losses. Inputs with a gradient do not count beside the parameters of a model."""
+        """Notes leaves of losses.
+
+        An input with a gradient does not count beside the parameters of a model: it is written for an attack, say, and
+        not to train.
+        """
         there = {own: leaf for own, leaf in self.leaves.items() if leaf() is not None}
         there |= {id(leaf): weakref.ref(leaf) for leaf in leaves}
         parameters = {own: leaf for own, leaf in there.items() if isinstance(leaf(), torch.nn.Parameter)}
@@ -186,18 +194,19 @@ class Facts:
             before = self.flats.get(flat)
             self.flats.put(flat, Flat(({} if before is None else before.parts) | dict.fromkeys(gradients)))
 
-    def reduces(self, tensor: torch.Tensor, detail: str, ranks: Sequence[int], place: Place) -> None:
+    def reduces(self, tensor: torch.Tensor, detail: str, ranks: Sequence[int]) -> None:
         """A collective of the program reduces a tensor: gradients, maybe."""
         address, flat = address_of(tensor), self.flats.get(tensor)
         if address in self.addresses:
             self.apart.discard(address)
             if address in self.reduced:  # once more, among other ranks
-                self.multiplies([address], None, place)
+                self.multiplies([address], None, here())
             self.reduced[address] = detail
         elif flat is not None:
             self.apart |= flat.parts.keys() - self.reduced.keys()
             self.reduced = dict.fromkeys(flat.parts, detail) | self.reduced
-            flat.number = None if flat.is_reduced else flat.number
+            if flat.is_reduced:
+                flat.multiplies(None, here())
             flat.is_reduced = True
         else:
             return
@@ -206,15 +215,13 @@ class Facts:
     def takes_flats(self) -> None:
         """A step is made with what is in flat tensors: what these were multiplied by, the gradients were."""
         for flat in self.flats.facts():
-            if flat.is_reduced and flat.number != 1:
-                place = next((factor.place for factor in self.factors.values()), Place("", 0))
-                self.multiplies(self.apart & flat.parts.keys(), flat.number, place)
+            if flat.is_reduced and flat.factor is not None:
+                self.multiplies(self.apart & flat.parts.keys(), *flat.factor)
 
     def multiplies(self, gradients: Iterable[int], number: float | None, place: Place) -> None:
         """The program multiplies gradients, given by their addresses; by None: nobody knows by what."""
         for address in gradients:
-            before = self.factor_at(address)
-            self.factors[address] = Factor(None if number is None or before is None else before * number, place)
+            self.factors[address] = Factor(_product(self.factor_at(address), number), place)
 
     def factor_at(self, address: int) -> float | None:
         """By what number the program has multiplied a gradient, apart from clipping; None if nobody knows."""
@@ -227,8 +234,7 @@ class Facts:
         by_hand, clipped = self.factors.get(address), self.clipped.get(address)
         if by_hand is None or clipped is None:
             return by_hand or clipped
-        both = by_hand.number, clipped.number
-        return Factor(None if both[0] is None or both[1] is None else both[0] * both[1], clipped.place)
+        return Factor(_product(by_hand.number, clipped.number), clipped.place)
 
     def companions(self) -> tuple[int, ...]:
         """The ranks with which this one trains one model, as far as its calls since the last step say."""
@@ -247,6 +253,11 @@ class Facts:
         self.reduced, self.reducers, self.apart = {}, (), set()
         self.was_awaited = True
         self.given, self.used = {}, {}
+
+
+def _product(one: float | None, other: float | None) -> float | None:
+    """The product of two factors, of which nobody may know one."""
+    return None if one is None or other is None else one * other
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

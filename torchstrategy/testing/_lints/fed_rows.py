@@ -124,14 +124,15 @@ class FedRows(Lint):
         are_rows = numbers.dim() == 1 and numbers.dtype is torch.int64 and can_be_read(numbers)
         if not is_data or not are_rows or not table.dim() or len(numbers) >= len(table) or not can_be_read(table):
             return
+        if not self._is_asked(facts, numbers):
+            return
         known = self._tables[facts.rank].get(table)
         if known is None or known[0] != version_of(table):
             known = version_of(table), hash(fingerprint(table))
             self._tables[facts.rank].put(table, known)
-        if self._is_asked(facts, numbers):
-            rows = numbers_of(numbers)
-            with unwatched(), without_modes():
-                self._note(facts, [hash((known[1], row)) for row in rows.tolist()])
+        rows = numbers_of(numbers)
+        with unwatched(), without_modes():
+            self._note(facts, [hash((known[1], row)) for row in rows.tolist()])
 
     def _is_asked(self, facts: Facts, rows: torch.Tensor) -> bool:
         is_full = self._hashed[facts.rank] > _MOST_HASHED

@@ -121,7 +121,6 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
         (builtins, "open", opening),
         (io, "open", opening),
         (torch, "save", saving),
-        (serialization, "save", saving),
     ]
     calls: list[tuple[Callable[..., Does], Any, list[str]]] = [
         (_moves, os, ["replace", "rename"]),
@@ -145,7 +144,7 @@ def _telling(method: Callable[..., Any], does: Callable[..., Does], tell: Tell) 
     def told(*args: Any, **kwargs: Any) -> Any:
         try:
             done = does(*args, **kwargs)
-        except TypeError:  # it will be told so by the method
+        except TypeError:  # the arguments do not fit, and the method will say so
             done = None
         if done is not None:
             tell(*done)

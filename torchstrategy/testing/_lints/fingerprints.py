@@ -29,6 +29,11 @@ class Fingerprint(NamedTuple):
     checksum: int
     sample: tuple[float, ...]
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the numbers differ, as random ones do: all zeros say nothing of what ranks are to share."""
+        return len(set(self.sample)) > 2
+
     def divided_by(self, number: float) -> Fingerprint:
         """What is kept of a tensor that became this one when it was multiplied by a number; no checksum."""
         sample = tuple(one if one is math.nan else one / number for one in self.sample)

@@ -1,10 +1,10 @@
-"""Buffers that ranks do not keep alike, in modules whose other tensors they do."""
+"""Buffers that a program leaves out when it broadcasts the parameters of a model."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, NamedTuple, final
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
 
 import torch
 from torch import nn
@@ -31,11 +31,41 @@ _FEWEST_LOOKS = 2
 _MOST_ELEMENTS = 1 << 20
 
 
-class _Look(NamedTuple):
-    """A buffer, at the looks of one rank."""
+class _Key(NamedTuple):
+    """A model, the same on all ranks, where Python finds modules in another order."""
 
-    step: int
-    value: Fingerprint
+    ranks: tuple[int, ...]
+    position: int  # of its first parameter
+
+
+@final
+@dataclass
+class _Buffer:
+    """A buffer of a model.
+
+    Attributes:
+        first: What it was when a rank looked first, by rank.
+        looks: How often a rank has looked.
+        changes: Whether it was something else at some later look.
+    """
+
+    first: dict[int, Fingerprint] = field(default_factory=dict)
+    looks: Counter[int] = field(default_factory=Counter)
+    changes: bool = False
+
+    def add(self, rank: int, value: Fingerprint) -> None:
+        """Notes what it is on a rank now."""
+        self.looks[rank] += 1
+        self.changes = self.changes or value != self.first.setdefault(rank, value)
+
+    def is_apart(self, ranks: tuple[int, ...]) -> bool:
+        """Whether it has stayed what it was on each rank, with other numbers there, and the same shape."""
+        counts = {self.looks[rank] for rank in ranks}
+        if self.changes or len(counts) > 1 or min(counts) < _FEWEST_LOOKS:
+            return False
+        first, *others = (self.first[rank] for rank in ranks)
+        are_drawn = all(one.is_drawn and one.shape == first.shape for one in (first, *others))
+        return are_drawn and any(not first.is_close_to(one) for one in others)
 
 
 @final
@@ -49,9 +79,8 @@ class KeptBuffers(Lint):
 
     def __init__(self) -> None:
         self._broadcast: dict[int, set[int]] = defaultdict(set)  # by rank: the addresses of what was broadcast
-        self._looks: dict[tuple[Any, str], dict[int, list[_Look]]] = defaultdict(lambda: defaultdict(list))
-        self._ranks: dict[Any, tuple[int, ...]] = {}
-        self._places: dict[Any, Place] = {}
+        self._buffers: dict[_Key, dict[str, _Buffer]] = defaultdict(lambda: defaultdict(_Buffer))
+        self._places: dict[_Key, Place] = {}
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
@@ -65,25 +94,22 @@ class KeptBuffers(Lint):
         if len(facts.reducers) < 2 or facts.called or not self._broadcast[facts.rank] or not is_looked_at:
             return
         for key, model in self._models_of(facts):
-            self._ranks[key] = facts.reducers
             self._places.setdefault(key, here())
             for name, buffer in _buffers_of(model):
                 value = fingerprint(buffer)
                 if value is not None:
-                    self._looks[key, name][facts.rank].append(_Look(step, value))
+                    self._buffers[key][name].add(facts.rank, value)
 
     @override
     def findings(self) -> list[Finding | None]:
         found: list[Finding | None] = []
-        for key, ranks in self._ranks.items():
-            looks = {name: by_rank for (of, name), by_rank in self._looks.items() if of == key}
-            whole = {name: of for name, of in looks.items() if set(of) >= set(ranks) and _is_whole(of)}
-            apart = [name for name, of in whole.items() if _are_apart(of, ranks) and not _changes(of)]
+        for key, buffers in self._buffers.items():
+            apart = [name for name, buffer in buffers.items() if buffer.is_apart(key.ranks)]
             if apart:
-                found.append(_not_sent(apart, ranks, self._places[key]))
+                found.append(_not_sent(apart, key.ranks, self._places[key]))
         return found
 
-    def _models_of(self, facts: Facts) -> list[tuple[Any, nn.Module]]:
+    def _models_of(self, facts: Facts) -> list[tuple[_Key, nn.Module]]:
         """The models of which the program has broadcast parameters, and whose gradients it reduces, with their keys."""
         positions = {id(one): at for at, one in enumerate(facts.parameters())}
         reduced = {own for own, address in facts.gradients.items() if address in facts.reduced}
@@ -93,9 +119,8 @@ class KeptBuffers(Lint):
         for root in owners:
             own = parameters_in(root)
             if id(root) not in inner and any(address_of(one) in sent for one in own):
-                # Python finds modules in another order on each rank.
                 first = min(positions.get(id(one), len(positions)) for one in own)
-                found.append(((facts.reducers, first), root))
+                found.append((_Key(facts.reducers, first), root))
         return found
 
 
@@ -107,33 +132,6 @@ def _buffers_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
             if is_small and buffer.is_floating_point() and is_persistent(module, name):
                 found.append((joined(prefix, name), buffer))
     return found
-
-
-def _is_whole(by_rank: Mapping[int, list[_Look]]) -> bool:
-    """Whether all ranks have looked at the same steps, and often enough."""
-    steps = {tuple(look.step for look in looks) for looks in by_rank.values()}
-    return len(steps) == 1 and len(next(iter(steps))) >= _FEWEST_LOOKS
-
-
-def _changes(by_rank: Mapping[int, list[_Look]]) -> bool:
-    return any(len({look.value for look in looks}) > 1 for looks in by_rank.values())
-
-
-def _are_apart(by_rank: Mapping[int, list[_Look]], ranks: tuple[int, ...]) -> bool:
-    """Whether a buffer has other numbers on ranks at each look, and the same shape."""
-    first = by_rank[ranks[0]]
-    others = [by_rank[rank] for rank in ranks[1:]]
-    are_drawn = all(_is_drawn(look.value) for looks in by_rank.values() for look in looks)
-    has_one_shape = all(look.value.shape == first[0].value.shape for looks in by_rank.values() for look in looks)
-    return (
-        are_drawn
-        and has_one_shape
-        and all(any(not look.value.is_close_to(looks[at].value) for looks in others) for at, look in enumerate(first))
-    )
-
-
-def _is_drawn(value: Fingerprint) -> bool:
-    return len(set(value.sample)) > 2
 
 
 def _not_sent(names: list[str], ranks: tuple[int, ...], place: Place) -> Finding | None:

@@ -40,9 +40,13 @@ class LeftOut:
     def __init__(self) -> None:
         self._late: dict[Any, _Late] = {}  # by the key of their copies
 
+    def knows(self, copies: Copies) -> bool:
+        """Whether it was told of these since they are late."""
+        return copies.key in self._late
+
     def stepped(self, facts: Facts, there: Mapping[int, Copies]) -> None:
         """A rank has made a step. Its parameters are given as the ids of their tensors, with their copies."""
-        late = {own: one for own, one in there.items() if one.late is not None and one.key not in self._late}
+        late = {own: one for own, one in there.items() if one.late is not None and not self.knows(one)}
         tensors = [tensor for one in late.values() for tensor in one.named[facts.rank]().values()]
         if not tensors:
             return
@@ -56,12 +60,12 @@ class LeftOut:
         late = [
             (copies, copies.late)
             for copies in all_copies
-            if copies.late is not None and not copies.is_over and copies.key in self._late
+            if copies.late is not None and not copies.is_over and self.knows(copies)
         ]
         first = min((self._late[copies.key].steps for copies, _ in late), default=0)
         reduced = [copies for copies in all_copies if copies.late is None and copies.last_alike >= first]
         found = [(copies, parted) for copies, parted in late if self._is_wrong(copies, reduced)]
-        if not found or not reduced:
+        if not found:
             return None
         apart = multiplied_apart(parted for _, parted in found)
         if apart is not None:

@@ -22,8 +22,10 @@ _MOST_NODES = 20_000
 _SEEN = "torchstrategy.versions"  # in the metadata of a node: the versions of parameters when it was seen first
 _COPIES = ("ToCopyBackward", "CloneBackward", "CopyBackwards", "CatBackward", "StackBackward")
 # Their results have the memory of the parameter, and change with it.
-_VIEWS = ("AsStrided", "Alias", "Detach", "Expand", "Permute", "Select", "Slice", "Split", "Squeeze", "T", "Transpose")
-_MORE_VIEWS = ("Unbind", "Unsqueeze", "View", "Unfold", "Diagonal", "Reshape")
+_VIEWS = (
+    *("AsStrided", "Alias", "Detach", "Expand", "Permute", "Select", "Slice", "Split", "Squeeze", "T", "Transpose"),
+    *("Unbind", "Unsqueeze", "View", "Unfold", "Diagonal", "Reshape"),
+)
 
 
 class _Found(NamedTuple):
@@ -33,7 +35,7 @@ class _Found(NamedTuple):
 
 @final
 class OldCopies(Lint):
-    """Looks in the graphs of losses for what was computed from a parameter that has changed since then.
+    """Looks in the graphs of losses for copies of a parameter that has changed since they were made.
 
     torch says so if it needs the parameter again in backward. A copy needs nothing: `weight.to(device)` that is made
     once gives gradients to the parameter in each step, and never sees what the optimizer writes.
@@ -95,5 +97,4 @@ def _uses(roots: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
 
 
 def _is_view(node: Any) -> bool:
-    name = name_of(node).partition("Backward")[0]
-    return name in _VIEWS or name in _MORE_VIEWS
+    return name_of(node).partition("Backward")[0] in _VIEWS

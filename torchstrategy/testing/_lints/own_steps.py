@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch import nn
 from typing_extensions import override
 
 from torchstrategy.testing._lints.facts import Facts, address_of, addresses_of
@@ -79,10 +78,8 @@ class OwnStep:
         """Whether all parameters are written."""
         return self.place is not None and not self._waiting
 
-    def waits_for(self, leaves: Sequence[torch.Tensor]) -> None:
+    def waits_for(self, parameters: Sequence[torch.Tensor]) -> None:
         """These have got gradients."""
-        # An input with a gradient, beside the parameters of a model, is written for an attack and not to train.
-        parameters = [one for one in leaves if isinstance(one, nn.Parameter)] or leaves
         self._waiting |= {address_of(parameter): weakref.ref(parameter) for parameter in parameters}
         self._waiting.pop(0, None)
 

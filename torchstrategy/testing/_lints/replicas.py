@@ -95,16 +95,15 @@ class Replicas(Lint):
         self._has_parts = self._has_parts or told.kind in _EXCHANGING
         if is_of_torch or told.kind not in ("all_reduce", "broadcast"):
             return
+        ranks, place = tuple(told.ranks), here()
         for index, tensor in enumerate(told.gives or told.gets):
             if not can_be_read(tensor):
                 continue
-            flat = facts.flats.get(tensor)
+            key, flat = ("told", told.key, index), facts.flats.get(tensor)
             for at, address in enumerate(() if flat is None else flat.parts):
-                part = _Part(("told", told.key, index, at), tuple(told.ranks), here())
-                self._in_flats[facts.rank][address] = part
-            key = ("told", told.key, index)
-            storage, ranks = weakref.ref(tensor.untyped_storage()), tuple(told.ranks)
-            shared = _Shared(storage, tensor.numel(), key, ranks, facts.steps, here())
+                self._in_flats[facts.rank][address] = _Part((*key, at), ranks, place)
+            storage = weakref.ref(tensor.untyped_storage())
+            shared = _Shared(storage, tensor.numel(), key, ranks, facts.steps, place)
             self._shared[facts.rank, address_of(tensor)] = shared
 
     @override
@@ -114,14 +113,15 @@ class Replicas(Lint):
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        is_own = isinstance(optimizer, OwnOptimizer)
         for copies in self._copies_in(facts, optimizer):
             made = copies.steps[facts.rank]
             # A program that makes its steps itself may have moved weights to look from there, and not to stay.
-            is_first = not made and not (facts.steps and isinstance(optimizer, OwnOptimizer))
+            is_first = not made and not (facts.steps and is_own)
             if is_first or copies.parted is not None:
                 # Copies that have parted may have been averaged since the last step.
                 named = copies.named[facts.rank]()
-                way = Way(skips=facts.skips, is_own=isinstance(optimizer, OwnOptimizer))
+                way = Way(skips=facts.skips, is_own=is_own)
                 before = snapshot(facts, named if made else _parameters(named), False, way)
                 copies.add(facts.rank, made + 0.5 if made else 0, before)
 
@@ -147,7 +147,7 @@ class Replicas(Lint):
             made = snapshot(facts, copies.named[facts.rank](), True, way)
             copies.add(facts.rank, copies.steps[facts.rank], made)
         self._in_flats.pop(facts.rank, None)
-        if any(copies.late is not None for copies in there):
+        if any(copies.late is not None and not self._left_out.knows(copies) for copies in there):
             self._left_out.stepped(facts, self._singles(facts, optimizer))
 
     @override

@@ -234,7 +234,7 @@ def _scaled(facts: Facts, args: Sequence[Any], is_division: bool) -> None:
     if flat is None:
         facts.multiplies(gradients, number, here())
     else:
-        flat.number = None if number is None or flat.number is None else flat.number * number
+        flat.multiplies(number, here())
 
 
 def _overwritten(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:

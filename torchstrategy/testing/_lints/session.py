@@ -275,7 +275,7 @@ class Session:
         facts, is_of_torch = self.facts(told.rank), is_called_by_a_library()
         if told.kind in ("all_reduce", "reduce_scatter") and not is_of_torch:
             for tensor in told.gives:
-                facts.reduces(tensor, told.detail, told.ranks, here())
+                facts.reduces(tensor, told.detail, told.ranks)
         self._each(lambda lint: lint.told(facts, told, is_of_torch))
 
     def begins(self, under_way: UnderWay) -> None:
@@ -315,8 +315,8 @@ class Session:
         self.facts(rank).has_had_optimizers = True
         self._each(lambda lint: lint.has_optimizer(self.facts(rank), optimizer))
 
-    def has_optimizers(self, rank: int) -> bool:
-        """Whether a rank has an optimizer of torch."""
+    def has_had_optimizers(self, rank: int) -> bool:
+        """Whether a rank has had an optimizer of torch, which may be gone."""
         return self.facts(rank).has_had_optimizers
 
     def goes_back(self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool) -> Backward:

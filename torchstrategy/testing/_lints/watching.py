@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchstrategy.testing._lints.asking import asked, attribute
 from torchstrategy.testing._lints.checkpoints import replaced as replaced_for_checkpoints
+from torchstrategy.testing._lints.facts import Backward
 from torchstrategy.testing._lints.files import replaced as replaced_for_files
 from torchstrategy.testing._lints.findings import Finding
 from torchstrategy.testing._lints.fingerprints import fingerprint, number_of
@@ -140,7 +141,6 @@ class Watch:
         devices += [] if device is None else [device, device.Stream, device.Event]
         waits = [(owner, "synchronize") for owner in devices]
         optimizer, module, wrapped = torch.optim.Optimizer, torch.nn.Module, DistributedDataParallel
-        makes_group = self._grouping(dist.new_group)
         return [
             *[(owner, name, self._after(getattr(owner, name), self._synchronized)) for owner, name in waits],
             (autograd, "backward", self._backward(autograd.backward)),
@@ -156,8 +156,7 @@ class Watch:
             (ReduceLROnPlateau, "step", self._after(ReduceLROnPlateau.step, self._measured)),
             *[(torch.Tensor, name, self._before(getattr(torch.Tensor, name), self._shown)) for name in _SHOWING],
             *self._replaced_of_graphs(),
-            (dist, "new_group", makes_group),
-            (dist.distributed_c10d, "new_group", makes_group),
+            (dist, "new_group", self._grouping(dist.new_group)),
             (scaler, "scale", self._after(scaler.scale, self._scaled)),
             (scaler, "step", self._scaled_step(scaler.step)),
             (DataLoader, "__iter__", self._iterating(DataLoader.__iter__)),
@@ -331,17 +330,23 @@ class Watch:
             has_gradient = any(one is not None for one in gradients)
             if has_gradient:
                 self._tell("saw", "continues", _listed(tensors), gradients)
-            call = self._tell("goes_back", losses, not keeps and not has_gradient)
-            self._here.depth += 1
-            try:
+            with self._going_back(losses, not keeps and not has_gradient) as call:
                 result = backward(tensors, grad_tensors, *args, **kwargs)
-            finally:
-                self._here.depth -= 1
             if call is not None:
                 self._tell("went_back", call)
             return result
 
         return told
+
+    @contextmanager
+    def _going_back(self, losses: list[Any], is_plain: bool) -> Iterator[Backward | None]:
+        """A block in which a backward pass runs. It gets what the session has made of the call."""
+        call = self._tell("goes_back", losses, is_plain)
+        self._here.depth += 1
+        try:
+            yield call
+        finally:
+            self._here.depth -= 1
 
     def _grad(self, grad: Method) -> Method:
         @functools.wraps(grad)
@@ -350,17 +355,13 @@ class Watch:
                 inputs = tuple(inputs)
             session, losses, parameters = self.session(), _listed(outputs), _listed(inputs)
             # Gradients of a graph of gradients, or of rows, are for a loss and not for a step.
-            is_for_a_step = not args and not kwargs.get("create_graph") and len(losses) == 1 and len(parameters) > 1
-            is_for_a_step = is_for_a_step and all(_is_tensor(one) and one.is_leaf for one in parameters)
-            has_others = session is None or session.has_optimizers(current_rank())
-            if self._here.depth or has_others or not is_for_a_step:
+            is_plain = not args and not kwargs.get("create_graph") and len(losses) == 1
+            are_of_parameters = len(parameters) > 1 and all(_is_tensor(one) and one.is_leaf for one in parameters)
+            has_optimizers = session is None or session.has_had_optimizers(current_rank())
+            if self._here.depth or has_optimizers or not is_plain or not are_of_parameters:
                 return grad(outputs, inputs, *args, **kwargs)
-            call = self._tell("goes_back", losses, not kwargs.get("retain_graph"))
-            self._here.depth += 1
-            try:
+            with self._going_back(losses, not kwargs.get("retain_graph")) as call:
                 gradients = grad(outputs, inputs, *args, **kwargs)
-            finally:
-                self._here.depth -= 1
             if call is not None:
                 self._tell("gave_gradients", call, parameters, gradients)
                 self._tell("went_back", call)
