@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy._base.errors import add_note, described
-from torchstrategy._base.torch_internals import end_modes, unseen_by_function_modes
+from torchstrategy._base.torch_internals import end_modes, keep_what_stands_in_for_gpus, unseen_by_function_modes
 from torchstrategy._base.worker_threads import worker_here
 from torchstrategy.testing._ranks.belongings import Belongings
 from torchstrategy.testing._ranks.faults import Visits
@@ -151,6 +151,8 @@ class _Run:
         """Runs all ranks to their ends, and raises what one of them raised."""
         threads = [threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(self._n)]
         isolate_threads(True)
+        # A rank's thread may be the first one that traces; at its end it would free what torch needs for others.
+        keep_what_stands_in_for_gpus()
         try:
             with (
                 groups_made_by(self._make_group, self._make_store, STORES, self._rank_and_size),

@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import torch
 
-from torchstrategy._base.torch_internals import privateuse1_name
+from torchstrategy._base.torch_internals import keep_what_stands_in_for_gpus, privateuse1_name
 from torchstrategy.testing._simulation import (
     accelerator as _accelerator,
 )
@@ -171,6 +171,7 @@ def simulate_devices(count: int) -> list[torch.device]:
     if reason is not None:
         raise RuntimeError(f"simulate_devices({count}): {reason}")
     check_byte_order()
+    keep_what_stands_in_for_gpus()  # before `torch.cuda` may say that the simulated devices are GPUs
     register_python_backend(
         NAME, backend_module=make_module(), device_guard=make_device_guard(answer_whatever_is_pending)
     )

@@ -7,7 +7,8 @@ library itself needs are in `_base/torch_internals`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +63,15 @@ CPP: Any = torch._C
 KINETO: Any = torch.profiler.profiler._KinetoProfile
 # The class of operators that have a schema; those of a higher order have none.
 Operator: Any = torch._ops.OpOverload
-# A block without modes of dispatch: torch's tracer and its compiler lose sight of what such a mode has handled.
-without_dispatch_modes: Any = torch.utils._python_dispatch._disable_current_modes
+
+
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """A block without modes of dispatch: torch's tracer and its compiler lose sight of what such a mode has handled."""
+    there = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+    del there  # it has kept them alive: to take a mode away that nobody else refers to crashes torch 2.10
 
 
 class Replaced(NamedTuple):
