@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, TensorDataset
 
-from torchstrategy.testing._lints.contents import content_of
+from torchstrategy.testing._lints.evidence.contents import content_of
 
 
 class Holding:

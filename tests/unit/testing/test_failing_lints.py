@@ -17,8 +17,8 @@ from conditions import takes_long
 from sweep import operators
 from torchstrategy.testing import Finding, lint_training, run_ranks
 from torchstrategy.testing._lints import session
-from torchstrategy.testing._lints.fed_rows import FedRows
-from torchstrategy.testing._lints.generators import Generators
+from torchstrategy.testing._lints.rows.fed_rows import FedRows
+from torchstrategy.testing._lints.rows.generators import Generators
 
 RANKS = 2
 

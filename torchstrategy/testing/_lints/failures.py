@@ -5,9 +5,9 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+from torchstrategy.testing._lints.evidence.places import here
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
-from torchstrategy.testing._lints.places import here
 
 
 def of_failed(lint: type[Lint] | None, error: Exception) -> Finding | None:

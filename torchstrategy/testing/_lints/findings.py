@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from torchstrategy.testing._lints.places import Place, in_words
+from torchstrategy.testing._lints.evidence.places import Place, in_words
 
 
 @final

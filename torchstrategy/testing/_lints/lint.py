@@ -1,7 +1,8 @@
 """What every lint is told.
 
-A lint is a class of its own file, such as `FewStatistics` in `batch_norm`. `Session` makes one of each for every run,
-and tells them what happens. The name of a finding is what a comment silences; docs/testing.md has the table of names.
+A lint is a class of its own file, such as `FewStatistics` in `layers/batch_norm`. `make_lints` of its room makes one
+for each run, and `Session` tells it what happens. The name of a finding is what a comment silences; docs/testing.md has
+the table of names.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from typing import Any
 
 import torch
 
-from torchstrategy.testing._lints.facts import Facts, Model
+from torchstrategy.testing._lints.evidence.facts import Facts, Model
+from torchstrategy.testing._lints.evidence.fingerprints import Fingerprint
+from torchstrategy.testing._lints.evidence.places import Place
 from torchstrategy.testing._lints.findings import Finding
-from torchstrategy.testing._lints.fingerprints import Fingerprint
-from torchstrategy.testing._lints.places import Place
+from torchstrategy.testing._ranks.happened import Happened
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay
 
 Seen = Callable[[Facts, Sequence[Any], dict[str, Any], Any], None]
@@ -38,7 +40,16 @@ class Lint:
         """A rank comes to a collective."""
 
     def begins(self, facts: Facts, under_way: UnderWay) -> None:
-        """The program of a rank has called a collective, or sends or receives a message."""
+        """The program of a rank has called what it has to wait for: a collective, or to send or receive a message."""
+
+    def awaited(self, facts: Facts, part: Any) -> None:
+        """The program has waited for its part of a collective or message."""
+
+    def synchronized(self, facts: Facts) -> None:
+        """The program has waited for its device, and so for all that was under way."""
+
+    def uses_file(self, facts: Facts, happened: Happened, what: str, file: Any) -> None:
+        """The program `"reads"`, `"writes"` or `"looks"` for a file, or `"locks"` one."""
 
     def groups(self, facts: Facts, ranks: Sequence[int] | None) -> None:
         """`dist.new_group` is called, and all ranks have to call it; None: with all ranks."""

@@ -11,148 +11,50 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from torchstrategy.testing._lints.aliases import Aliases
-from torchstrategy.testing._lints.asking import attribute
-from torchstrategy.testing._lints.averages import Averages
-from torchstrategy.testing._lints.batch_norm import FewStatistics
-from torchstrategy.testing._lints.biases import Biases
-from torchstrategy.testing._lints.captured_rates import CapturedRates
-from torchstrategy.testing._lints.checkpoints import Checkpoints
-from torchstrategy.testing._lints.clipped_alone import ClippedAlone
-from torchstrategy.testing._lints.clipping import Clipping
-from torchstrategy.testing._lints.copies import gradient_used
-from torchstrategy.testing._lints.counted_again import CountedAgain
-from torchstrategy.testing._lints.divided import Divided
-from torchstrategy.testing._lints.divided_rows import DividedRows
-from torchstrategy.testing._lints.dropped import Dropped
-from torchstrategy.testing._lints.facts import Backward, Facts, Model, address_of
+from torchstrategy.testing._lints import (
+    checkpoints,
+    collectives,
+    gathered,
+    gradients,
+    layers,
+    means,
+    optimizers,
+    precision,
+    rows,
+    sharding,
+    weights,
+)
+from torchstrategy.testing._lints.evidence.asking import attribute
+from torchstrategy.testing._lints.evidence.copies import gradient_used
+from torchstrategy.testing._lints.evidence.facts import Backward, Facts, Model, address_of
+from torchstrategy.testing._lints.evidence.fingerprints import number_of
+from torchstrategy.testing._lints.evidence.known import version_of
+from torchstrategy.testing._lints.evidence.losses import is_scaled, leaves_of, terms_of
+from torchstrategy.testing._lints.evidence.own_steps import WRITES, OwnStep
+from torchstrategy.testing._lints.evidence.places import here, standing_at, way_here
 from torchstrategy.testing._lints.failures import of_failed
-from torchstrategy.testing._lints.fed_rows import FedRows
-from torchstrategy.testing._lints.files import Files
 from torchstrategy.testing._lints.findings import Finding
-from torchstrategy.testing._lints.fingerprints import number_of
-from torchstrategy.testing._lints.frozen_norms import FrozenNorms
-from torchstrategy.testing._lints.frozen_updates import FrozenUpdates
-from torchstrategy.testing._lints.gathered import Gathered
-from torchstrategy.testing._lints.gathered_orders import GatheredOrders
-from torchstrategy.testing._lints.generators import Generators
-from torchstrategy.testing._lints.gradient_hooks import GradientHooks
-from torchstrategy.testing._lints.group_settings import GroupSettings
-from torchstrategy.testing._lints.horizons import Horizons
-from torchstrategy.testing._lints.kept_buffers import KeptBuffers
-from torchstrategy.testing._lints.kept_states import KeptStates
-from torchstrategy.testing._lints.known import version_of
 from torchstrategy.testing._lints.lint import Follower, Lint, Seen
-from torchstrategy.testing._lints.losses import is_scaled, leaves_of, terms_of
-from torchstrategy.testing._lints.lost_ties import LostTies
-from torchstrategy.testing._lints.means import Means
-from torchstrategy.testing._lints.messages import Messages
-from torchstrategy.testing._lints.metrics import Metrics
-from torchstrategy.testing._lints.mixed_scales import MixedScales
-from torchstrategy.testing._lints.modes import Modes
-from torchstrategy.testing._lints.moved_moments import MovedMoments
-from torchstrategy.testing._lints.noise import Noise
-from torchstrategy.testing._lints.old_copies import OldCopies
-from torchstrategy.testing._lints.one_sided import OneSided
-from torchstrategy.testing._lints.opponents import Opponents
-from torchstrategy.testing._lints.orphans import Orphans
-from torchstrategy.testing._lints.outputs import Outputs
-from torchstrategy.testing._lints.own_steps import WRITES, OwnStep
-from torchstrategy.testing._lints.padding import Padding
-from torchstrategy.testing._lints.places import here, standing_at, way_here
-from torchstrategy.testing._lints.positives import Positives
-from torchstrategy.testing._lints.process_groups import ProcessGroups
-from torchstrategy.testing._lints.recomputed import Recomputed
-from torchstrategy.testing._lints.repeated_epochs import RepeatedEpochs
-from torchstrategy.testing._lints.replaced_optimizers import ReplacedOptimizers
-from torchstrategy.testing._lints.replicas import Replicas
-from torchstrategy.testing._lints.resumes import Resumes
-from torchstrategy.testing._lints.roundings import Roundings
-from torchstrategy.testing._lints.rows import Rows
-from torchstrategy.testing._lints.scaled_steps import ScaledSteps
-from torchstrategy.testing._lints.scales import Scales
-from torchstrategy.testing._lints.schedulers import Schedulers
-from torchstrategy.testing._lints.sharded_apart import ShardedApart
-from torchstrategy.testing._lints.shards import Shards
-from torchstrategy.testing._lints.streams import Streams
-from torchstrategy.testing._lints.thrown_replicas import ThrownReplicas
-from torchstrategy.testing._lints.ties import Ties
-from torchstrategy.testing._lints.totals import Totals
-from torchstrategy.testing._lints.undone_modes import UndoneModes
-from torchstrategy.testing._lints.unlike_models import UnlikeModels
-from torchstrategy.testing._lints.unmatched_names import UnmatchedNames
-from torchstrategy.testing._lints.unreduced import Unreduced
-from torchstrategy.testing._lints.unscaled_sums import UnscaledSums
-from torchstrategy.testing._lints.unsharded import Unsharded
-from torchstrategy.testing._lints.waits import Waits
-from torchstrategy.testing._lints.worker_generators import WorkerGenerators
-from torchstrategy.testing._lints.zeroed import Zeroed
-from torchstrategy.testing._ranks.happened import Happened
 from torchstrategy.testing._ranks.lines import is_called_by_a_library
-from torchstrategy.testing._ranks.witnesses import Told, UnderWay
+from torchstrategy.testing._ranks.witnesses import Told
 
 _MOST_BACKWARDS = 1000  # without a step
 _PUTTING = (torch.ops.aten.cat.default, torch.ops.aten.copy_.default)
 
 
-# Those that nobody else has to know.
-_LINTS: tuple[Callable[[], Lint], ...] = (
-    Rows,
-    Streams,
-    Averages,
-    Scales,
-    Means,
-    Generators,
-    Clipping,
-    Horizons,
-    Shards,
-    Orphans,
-    ProcessGroups,
-    Schedulers,
-    Unreduced,
-    Aliases,
-    Opponents,
-    Biases,
-    Positives,
-    Outputs,
-    UnmatchedNames,
-    Divided,
-    Unsharded,
-    ScaledSteps,
-    Ties,
-    Roundings,
-    ReplacedOptimizers,
-    Padding,
-    Totals,
-    GradientHooks,
-    GatheredOrders,
-    Recomputed,
-    DividedRows,
-    FrozenUpdates,
-    LostTies,
-    KeptStates,
-    GroupSettings,
-    WorkerGenerators,
-    Metrics,
-    CapturedRates,
-    UnscaledSums,
-    ClippedAlone,
-    UndoneModes,
-    ShardedApart,
-    MovedMoments,
-    Messages,
-    MixedScales,
-    Gathered,
-    Zeroed,
-    Modes,
-    Dropped,
-    OneSided,
-    Noise,
-    FedRows,
-    OldCopies,
-    CountedAgain,
-    ThrownReplicas,
-    KeptBuffers,
+# The rooms of lints, in the order in which findings are shown.
+ROOMS = (
+    weights,
+    rows,
+    means,
+    gradients,
+    gathered,
+    sharding,
+    layers,
+    precision,
+    optimizers,
+    checkpoints,
+    collectives,
 )
 
 
@@ -167,11 +69,7 @@ class Session:
     def __init__(self, size: int) -> None:
         self._size = size
         self._facts: dict[int, Facts] = {}
-        self._waits, self._files = Waits(), Files()
-        frozen, checkpoints, replicas = FrozenNorms(), Checkpoints(), Replicas()
-        of_others: list[Lint] = [frozen, FewStatistics(frozen.has_found), UnlikeModels(replicas.have_parted)]
-        of_others += [checkpoints, Resumes(checkpoints), RepeatedEpochs(checkpoints), self._waits, self._files]
-        self._lints: list[Lint] = [replicas, *(make() for make in _LINTS), *of_others]
+        self._lints: list[Lint] = [lint for room in ROOMS for lint in room.make_lints()]
         self._followers = [lint for lint in self._lints if isinstance(lint, Follower)]
         self._seen: dict[Any, list[tuple[Lint | None, Seen]]] = {func: [(None, _puts_together)] for func in _PUTTING}
         for lint in self._lints:
@@ -278,36 +176,9 @@ class Session:
                 facts.reduces(tensor, told.detail, told.ranks)
         self._each(lambda lint: lint.told(facts, told, is_of_torch))
 
-    def begins(self, under_way: UnderWay) -> None:
-        """A rank has called what it has to wait for."""
-        facts = self.facts(under_way.rank)
-        self._each(lambda lint: lint.begins(facts, under_way))
-
-    def over(self, rank: int, part: Any) -> None:
-        """A rank has waited for it."""
-        self._waits.over(rank, part)
-
-    def synchronized(self, rank: int) -> None:
-        """A rank has waited for its device."""
-        self._waits.forget(rank)
-
     def saw(self, rank: int, what: str, *args: Any) -> None:
         """Something has happened that no other lint asks for: `what` is the method of a lint that is told."""
         self._each(lambda lint: getattr(lint, what)(self.facts(rank), *args))
-
-    def file(self, happened: Happened, rank: int, what: str, file: Any) -> None:
-        """A rank does something with a file."""
-        if what == "locks":
-            self._files.locks()
-        elif what == "looks":
-            self._files.looks(happened, rank, file)
-        else:
-            self._files.uses(happened, rank, file, what == "writes")
-
-    def groups(self, rank: int, ranks: Sequence[int] | None) -> None:
-        """A rank makes a process group, which all have to make."""
-        members = None if ranks is None else list(ranks)
-        self._each(lambda lint: lint.groups(self.facts(rank), members))
 
     def has_optimizer(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made."""
@@ -356,19 +227,11 @@ class Session:
         both = zip(parameters, gradients, strict=True)
         self.facts(rank).given |= {id(one): weakref.ref(its) for one, its in both if its is not None}
 
-    def scheduled(self, rank: int, scheduler: Any) -> None:
-        """A scheduler of learning rates was made, or was stepped."""
-        self._each(lambda lint: lint.scheduled(self.facts(rank), scheduler))
-
     def zeroed(self, rank: int) -> None:
         """Gradients are set to zero."""
         self._ends_own_step(self.facts(rank))
         self._each(lambda lint: lint.zeroed(self.facts(rank)))
         self.facts(rank).backwards.clear()
-
-    def changes_mode(self, rank: int, module: torch.nn.Module, is_training: bool) -> None:
-        """`train()` or `eval()` of a module is going to be called."""
-        self._each(lambda lint: lint.changes_mode(self.facts(rank), module, is_training))
 
     def steps(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is going to make a step. Those within a step of another one are parts of it."""
@@ -404,18 +267,6 @@ class Session:
         yield
         if facts.steps == before and not self._open[rank]:
             facts.skips += 1
-
-    def opened(self, rank: int, loader: Any) -> None:
-        """The rows of a loader are asked for from the beginning."""
-        self._each(lambda lint: lint.opened(self.facts(rank), loader))
-
-    def got(self, rank: int, loader: Any, batch: Any) -> None:
-        """A batch of a data set that has no numbers of rows is there."""
-        self._each(lambda lint: lint.got(self.facts(rank), loader, batch))
-
-    def drew(self, rank: int, loader: Any, rows: Any) -> None:
-        """The rows of a batch are drawn."""
-        self._each(lambda lint: lint.drew(self.facts(rank), loader, rows))
 
     def _ends_own_step(self, facts: Facts) -> None:
         """What comes now is after a step of the program's own, if it has begun one."""

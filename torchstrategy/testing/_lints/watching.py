@@ -17,24 +17,24 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from torchstrategy.testing._lints.asking import asked, attribute
-from torchstrategy.testing._lints.checkpoints import replaced as replaced_for_checkpoints
-from torchstrategy.testing._lints.facts import Backward
-from torchstrategy.testing._lints.files import replaced as replaced_for_files
+from torchstrategy.testing._lints.checkpoints.checkpoints import replaced as replaced_for_checkpoints
+from torchstrategy.testing._lints.collectives.files import replaced as replaced_for_files
+from torchstrategy.testing._lints.evidence.asking import asked, attribute
+from torchstrategy.testing._lints.evidence.facts import Backward
+from torchstrategy.testing._lints.evidence.fingerprints import fingerprint, number_of
+from torchstrategy.testing._lints.evidence.objects import Objects
+from torchstrategy.testing._lints.evidence.own_steps import WRITES
 from torchstrategy.testing._lints.findings import Finding
-from torchstrategy.testing._lints.fingerprints import fingerprint, number_of
-from torchstrategy.testing._lints.gradient_hooks import replaced as replaced_for_hooks
-from torchstrategy.testing._lints.lost_ties import replaced as replaced_for_ties
-from torchstrategy.testing._lints.objects import Objects
-from torchstrategy.testing._lints.own_steps import WRITES
+from torchstrategy.testing._lints.gradients.gradient_hooks import replaced as replaced_for_hooks
 from torchstrategy.testing._lints.session import Session
-from torchstrategy.testing._lints.thrown_replicas import state_of
 from torchstrategy.testing._lints.torch_internals import (
     LoaderIterator,
     replaced_functions,
     scale_of,
     sharded_parameter_class,
 )
+from torchstrategy.testing._lints.weights.lost_ties import replaced as replaced_for_ties
+from torchstrategy.testing._lints.weights.thrown_replicas import state_of
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay, WorkWitness, witnesses, work_witnesses
 from torchstrategy.testing._ranks.world import World, current_rank, current_world
 from torchstrategy.testing._simulation.cuda_graphs import CUDAGraph
@@ -121,8 +121,8 @@ class Watch:
         witnesses.append(self._told)
         work_witnesses.append(work)
         try:
-            more = [*replaced_for_checkpoints(self._tell), *replaced_for_hooks(self._tell), *replaced_functions()]
-            more += replaced_for_ties(self._tell)
+            more = [*replaced_for_checkpoints(self._saw), *replaced_for_hooks(self._saw), *replaced_functions()]
+            more += replaced_for_ties(self._saw)
             with ExitStack() as self._at_the_end:
                 self._at_the_end.enter_context(replacing([*self._replaced(), *replaced_for_files(self._file), *more]))
                 yield
@@ -179,15 +179,18 @@ class Watch:
         self._watch_sharding()
         return self._say(what, current_rank(), *args)
 
+    def _saw(self, what: str, *args: Any) -> None:
+        self._tell("saw", what, *args)
+
     def _told(self, told: Told) -> None:
         self._watch_sharding()
         self._say("told", told)
 
     def _begins(self, under_way: UnderWay) -> None:
-        self._say("begins", under_way)
+        self._say("saw", under_way.rank, "begins", under_way)
 
     def _over(self, rank: int, part: Any) -> None:
-        self._say("over", rank, part)
+        self._say("saw", rank, "awaited", part)
 
     def _file(self, what: str, file: Any) -> None:
         world = current_world()
@@ -195,12 +198,12 @@ class Watch:
             return
         self._here.is_at_file = True  # the lint looks into the source of the program
         try:
-            self._say("file", world.happened, current_rank(), what, file)
+            self._say("saw", current_rank(), "uses_file", world.happened, what, file)
         finally:
             self._here.is_at_file = False
 
     def _synchronized(self, *_: Any, **__: Any) -> None:
-        self._tell("synchronized")
+        self._saw("synchronized")
 
     def _before(self, method: Method, tell: Method) -> Method:
         @functools.wraps(method)
@@ -240,7 +243,7 @@ class Watch:
                 ranks = list(ranks)
             is_local = args[3] if len(args) > 3 else kwargs.get("use_local_synchronization", False)
             if not is_local:  # all ranks have to make the call, and not only the members
-                self._tell("groups", ranks)
+                self._saw("groups", None if ranks is None else list(ranks))
             return make(ranks, *args, **kwargs)
 
         return told
@@ -262,7 +265,7 @@ class Watch:
         return told
 
     def _scheduled(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        self._tell("scheduled", scheduler)
+        self._saw("scheduled", scheduler)
 
     def _watch_sharding(self) -> None:
         """Watches `fully_shard` from the first event on after the program has imported it: its import is slow."""
@@ -283,33 +286,33 @@ class Watch:
             self._at_the_end.enter_context(replacing([(kind, "set_epoch", told)]))
 
     def _sets_epoch(self, sampler: Any, *_: Any, **__: Any) -> None:
-        self._tell("saw", "sets_epoch", sampler)
+        self._saw("sets_epoch", sampler)
 
     def _sharding(self, make: Method) -> Method:
         @functools.wraps(make)
         def told(own: Any, param: Any, *args: Any, **kwargs: Any) -> None:
             before = fingerprint(param.detach())
             make(own, param, *args, **kwargs)
-            self._tell("saw", "sharded", param, own.sharded_param, before)
+            self._saw("sharded", param, own.sharded_param, before)
 
         return told
 
     def _shown(self, tensor: Any, *_: Any, **__: Any) -> None:
         if type(tensor) is torch.Tensor:
-            self._tell("saw", "shown", tensor)
+            self._saw("shown", tensor)
 
     def _measured(self, scheduler: Any, metrics: Any = None, *_: Any, **__: Any) -> None:
-        self._tell("saw", "measured", scheduler, metrics)
+        self._saw("measured", scheduler, metrics)
 
     def _replaced_of_graphs(self) -> list[tuple[Any, str, Any]]:
         def begins(graph: Any, *_: Any, **__: Any) -> None:
-            self._tell("saw", "captures", graph, False)
+            self._saw("captures", graph, False)
 
         def ends(graph: Any) -> None:
-            self._tell("saw", "captures", graph, True)
+            self._saw("captures", graph, True)
 
         def replays(graph: Any) -> None:
-            self._tell("saw", "replayed", graph)
+            self._saw("replayed", graph)
 
         told = {"capture_begin": begins, "capture_end": ends, "replay": replays}
         # The program may get the simulated one under torch's name only later.
@@ -329,7 +332,7 @@ class Watch:
             gradients = _listed(grad_tensors)
             has_gradient = any(one is not None for one in gradients)
             if has_gradient:
-                self._tell("saw", "continues", _listed(tensors), gradients)
+                self._saw("continues", _listed(tensors), gradients)
             with self._going_back(losses, not keeps and not has_gradient) as call:
                 result = backward(tensors, grad_tensors, *args, **kwargs)
             if call is not None:
@@ -377,7 +380,7 @@ class Watch:
             nothing: dict[tuple[str, str], Any] = {}
             before = asked(functools.partial(state_of, replicas[0]), nothing)
             results = run(parallel, replicas, *args, **kwargs)
-            self._tell("saw", "ran_replicas", replicas[0], before)
+            self._saw("ran_replicas", replicas[0], before)
             return results
 
         return told
@@ -387,7 +390,7 @@ class Watch:
         def told(module: Any, mode: bool = True) -> Any:
             if self._here.is_changing or torch.compiler.is_compiling():
                 return train(module, mode)
-            self._tell("changes_mode", module, mode)
+            self._saw("changes_mode", module, mode)
             self._here.is_changing = True
             try:
                 return train(module, mode)
@@ -405,7 +408,7 @@ class Watch:
             for sampler in (batches, attribute(batches, "sampler"), attribute(loader, "sampler")):
                 asked(functools.partial(self._watch_sampler, sampler), None)  # its class may refuse to be changed
             if not isinstance(loader.dataset, IterableDataset):
-                self._tell("opened", loader)
+                self._saw("opened", loader)
             before, self._here.opening = self._here.opening, loader
             try:
                 iterator = iterate(loader)
@@ -425,7 +428,7 @@ class Watch:
             there = self._loaders.get(iterator)
             loader = None if there is None else there()
             if loader is not None and isinstance(loader.dataset, IterableDataset):
-                self._tell("got", loader, batch)
+                self._saw("got", loader, batch)
             return batch
 
         return told
@@ -445,10 +448,10 @@ class Watch:
                 rows = draw(iterator)
             except StopIteration:
                 if loader is not None:
-                    self._tell("drew", loader, None)
+                    self._saw("drew", loader, None)
                 raise
             if loader is not None:
-                self._tell("drew", loader, rows)
+                self._saw("drew", loader, rows)
             return rows
 
         return told

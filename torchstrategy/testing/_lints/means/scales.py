@@ -1,0 +1,244 @@
+"""Losses that are divided too often or not at all, by the number of micro-batches or of ranks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._lints.evidence.facts import Backward, Factor, Facts, address_of
+from torchstrategy.testing._lints.evidence.fingerprints import number_of
+from torchstrategy.testing._lints.evidence.known import Known, is_plain
+from torchstrategy.testing._lints.evidence.own_steps import OwnOptimizer
+from torchstrategy.testing._lints.evidence.places import CLIPPING, Place, here, is_within
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.torch_internals import has_hook_of_gradients
+
+_RANKS = re.compile(r"world|rank|gpu|replica|nproc|n_proc", re.IGNORECASE)
+_BINARY = re.compile(r"[/*]=?\s*\(?\s*([A-Za-z_]\w*)")
+_aten = torch.ops.aten
+
+
+@final
+@dataclass
+class _Case:
+    """One way to be wrong at one place."""
+
+    says: str
+    write: str
+    places: list[Place]
+
+
+@final
+@dataclass
+class _Count:
+    right: int = 0
+    wrong: Counter[str] = field(default_factory=Counter)
+    cases: dict[str, _Case] = field(default_factory=dict)
+
+
+@final
+class Scales(Lint):
+    """Follows by what the mean losses of a step are multiplied, until the optimizer has their gradients."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Place, _Count] = defaultdict(_Count)
+        self._divided: dict[int, Known[Place]] = defaultdict(Known)  # where a number was divided by the number of ranks
+        self._by_ranks: dict[int, list[Place]] = defaultdict(list)  # of the losses of a step, those places
+
+    @override
+    def operators(self) -> dict[Any, Seen]:
+        divides = [_aten.div_.Tensor, _aten.div_.Scalar, _aten._foreach_div_.Scalar, _aten._foreach_div_.Tensor]
+        multiplies = [_aten.mul_.Tensor, _aten.mul_.Scalar, _aten._foreach_mul_.Scalar, _aten._foreach_mul_.Tensor]
+        seen: dict[Any, Seen] = {op: _divided for op in divides}
+        seen |= {op: _multiplied for op in multiplies}
+        seen |= {_aten.copy_.default: _overwritten, _aten.zero_.default: _overwritten}
+        return seen | {_aten.div.Tensor: self._scaled_a_number, _aten.mul.Tensor: self._scaled_a_number}
+
+    @override
+    def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
+        places = [self._divided[facts.rank].get(loss) for loss in losses]
+        self._by_ranks[facts.rank] += [place for place in places if place is not None]
+
+    @override
+    def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        calls = [call for call in facts.backwards if call.is_plain]
+        several = accumulated(calls)
+        if (several or len(calls) == 1) and (last := (several or calls)[-1]):
+            # A program that updates weights itself may divide in the update, where nobody sees it.
+            self._judge(facts, several or calls, last, may_divide_later=isinstance(optimizer, OwnOptimizer))
+        self._by_ranks.pop(facts.rank, None)
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        found: list[Finding | None] = []
+        for count in self._counts.values():
+            for name, case in count.cases.items():
+                if count.wrong[name] > count.right:
+                    found.append(finding(name, case.says, case.write, case.places))
+        return found
+
+    def _judge(self, facts: Facts, calls: Sequence[Backward], last: Backward, may_divide_later: bool) -> None:
+        loss, gradient = factor_of(calls), factor_of_gradients(facts, calls)
+        if loss is None or gradient is None:
+            return
+        total, micro = loss * gradient, len(calls)
+        ranks, is_summed = ranks_of(facts, calls)
+        count = self._counts[last.place]
+        of_ranks = 1 / ranks if is_summed else 1  # what a mean over ranks multiplies by, where they are added
+        if may_divide_later and total > of_ranks / micro:
+            return
+        if micro > 1 and (_is(total, 1) or _is(total, of_ranks)):
+            self._note(count, "loss-not-divided", _not_divided(micro, last.place))
+        elif micro > 1 and _is(total, of_ranks / micro**2):
+            self._note(count, "loss-divided-twice", _twice(micro, "micro-batches", last.place))
+        elif ranks > 1 and is_summed and _is(total, 1 / micro):
+            self._note(count, "loss-not-divided", _summed(ranks, last.place))
+        elif ranks > 1 and self._is_of_ranks(facts, loss, gradient, total * micro, ranks, is_summed):
+            places = [last.place, *self._by_ranks[facts.rank][:1]]
+            case = _twice(ranks, "ranks", *places)
+            self._note(count, "loss-divided-twice", case)
+        else:
+            count.right += 1
+
+    def _note(self, count: _Count, name: str, case: _Case) -> None:
+        count.wrong[name] += 1
+        count.cases.setdefault(name, case)
+
+    def _is_of_ranks(
+        self, facts: Facts, loss: float, gradient: float, total: float, ranks: int, is_summed: bool
+    ) -> bool:
+        """Whether the mean over ranks is divided by their number once more."""
+        if is_summed:
+            return _is(total, 1 / ranks**2)
+        return _is(total, 1 / ranks) and (_is(gradient, 1 / ranks) or bool(self._by_ranks[facts.rank]))
+
+    def _scaled_a_number(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Notes where a single number is divided by the number of ranks, and the line says that it is this number."""
+        is_number = is_plain(args[0]) and not args[0].dim() and not result.dim()
+        if facts.size < 2 or not is_number:
+            return
+        number, known = number_of(args[1]), self._divided[facts.rank]
+        before = known.get(args[0])
+        if before is not None:
+            known.put(result, before)
+            return
+        if number is None or not (_is(number, facts.size) or _is(number, 1 / facts.size)):
+            return
+        place = here()
+        text = place.text()
+        names = _BINARY.findall(text)
+        if _RANKS.search(text) or any(place.mentions(name, "world_size|WORLD_SIZE") for name in names):
+            known.put(result, place)
+
+
+def accumulated(calls: Sequence[Backward]) -> list[Backward]:
+    """Those calls, through the same lines, that add to gradients of the same parameters, if there are several."""
+    by_way: dict[tuple[Place, ...], list[Backward]] = defaultdict(list)
+    for call in calls:
+        if not call.is_given:
+            by_way[call.way].append(call)
+    several = max(by_way.values(), key=len, default=[])
+    return several if len(several) > 1 and set.intersection(*(call.changed for call in several)) else []
+
+
+def ranks_of(facts: Facts, calls: Sequence[Backward]) -> tuple[int, bool]:
+    """Among how many ranks gradients are reduced, and whether as a sum; 0 if nobody knows."""
+    called = [model for model in facts.models if model.key in facts.called]
+    if called:
+        is_known = not facts.reduced and not has_hook_of_gradients(called[0].model())
+        return (len(called[0].ranks), False) if is_known else (0, False)
+    of_calls = set().union(*(call.changed for call in calls))
+    addresses = {address for own, address in facts.gradients.items() if own in of_calls}
+    if not isinstance(facts.stepping, OwnOptimizer) and addresses & facts.apart:
+        return 0, False  # a flat tensor was reduced, to be looked at, and not the gradients
+    ways = {facts.reduced.get(address) for address in addresses}
+    if ways == {"sum"}:
+        return len(facts.reducers), True
+    return (len(facts.reducers), False) if ways == {"avg"} else (0, False)
+
+
+def factor_of(calls: Sequence[Backward]) -> float | None:
+    """What the means in some losses are multiplied by, all the same; None if there is no such number."""
+    factors = set()
+    for call in calls:
+        means = [abs(term.factor) for term in call.terms if term.is_mean]
+        factors.add(round(max(means), 12) if means else None)
+    return factors.pop() if len(factors) == 1 else None
+
+
+def factor_of_gradients(facts: Facts, calls: Sequence[Backward]) -> float | None:
+    """What the program has multiplied all gradients by since `backward`; None if nobody knows."""
+    changed = set.intersection(*(call.changed for call in calls))
+    factors: set[float | None] = set()
+    for parameter in facts.parameters():
+        if id(parameter) in changed:
+            address = facts.address_of_gradient(parameter)
+            factors.add(facts.factor_at(address) if address else None)
+    return factors.pop() if len(factors) == 1 else None
+
+
+def _is(number: float, expected: float) -> bool:
+    return abs(number - expected) <= 1e-6 * expected
+
+
+def _not_divided(micro: int, place: Place) -> _Case:
+    return _Case(
+        f"The gradients of {micro} mean losses ({place}) are added in each step, and nothing is divided by {micro}: "
+        f"the step is {micro} times as long as one with the mean of them.",
+        f"`(loss / {micro}).backward()`, with the number of micro-batches.",
+        [place],
+    )
+
+
+def _summed(ranks: int, place: Place) -> _Case:
+    return _Case(
+        f"The gradients of mean losses ({place}) are added over {ranks} ranks, and nothing is divided by {ranks}.",
+        "Reduce them with `op=dist.ReduceOp.AVG`, or divide them by the number of ranks.",
+        [place],
+    )
+
+
+def _twice(number: int, of: str, *places: Place) -> _Case:
+    why = ": their gradients are averaged already" if of == "ranks" else ""
+    return _Case(
+        f"The loss at {places[0]} is divided by {number}, the number of {of}, once too often{why}"
+        f"{f'; {places[1]} divides by it' if len(places) > 1 else ''}.",
+        "Leave one of the two divisions away.",
+        list(dict.fromkeys(places)),
+    )
+
+
+def _divided(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    _scaled(facts, args, is_division=True)
+
+
+def _multiplied(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    _scaled(facts, args, is_division=False)
+
+
+def _scaled(facts: Facts, args: Sequence[Any], is_division: bool) -> None:
+    gradients, flat = facts.gradients_in(args[0]), facts.flats.get(args[0])
+    if (not gradients and flat is None) or is_within(CLIPPING):
+        return
+    by = number_of(args[1])
+    number = None if not by else 1 / by if is_division else by
+    if flat is not None and args[0].nbytes != args[0].untyped_storage().nbytes():
+        number = None  # of a part of it
+    if flat is None:
+        facts.multiplies(gradients, number, here())
+    else:
+        flat.multiplies(number, here())
+
+
+def _overwritten(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    if not facts.addresses or (address := address_of(args[0])) not in facts.addresses:
+        return
+    facts.apart.discard(address)
+    facts.factors[address] = Factor(None, here())

@@ -1,0 +1,127 @@
+"""Data sets without numbers of rows, that give all ranks, or all workers of a loader, the same rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._lints.evidence.facts import Facts
+from torchstrategy.testing._lints.evidence.fingerprints import can_be_read, checksum, numbers_of
+from torchstrategy.testing._lints.evidence.objects import Objects
+from torchstrategy.testing._lints.evidence.places import Place, here
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.lint import Lint
+
+_MOST, _ENOUGH = 8, 2
+_DEEPEST = 6  # of a batch
+_ROUNDS = 3  # of the workers of a loader, which give a batch each in turn
+
+
+@final
+@dataclass
+class _Stream:
+    """What a rank gets from a loader.
+
+    Attributes:
+        place: Where it is read.
+        batches: Sums of the bytes of the first batches.
+        companions: The ranks that train the same model with them.
+        workers: How many workers load them.
+    """
+
+    place: Place
+    workers: int
+    batches: list[int] = field(default_factory=list)
+    companions: tuple[int, ...] = ()
+
+
+@final
+class Streams(Lint):
+    """Compares the first batches that ranks, and workers, get from an `IterableDataset`, which they have to divide."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Objects[Any, _Stream]] = defaultdict(Objects)
+        self._in_order: dict[int, list[_Stream]] = defaultdict(list)
+        self._last: dict[int, _Stream] = {}
+
+    @override
+    def got(self, facts: Facts, loader: Any, batch: Any) -> None:
+        of_rank = self._known[facts.rank]
+        if loader not in of_rank:
+            of_rank[loader] = _Stream(here(), loader.num_workers)
+            self._in_order[facts.rank].append(of_rank[loader])
+        stream = self._last[facts.rank] = of_rank[loader]
+        tensor = next(_tensors(batch), None)
+        if tensor is not None and len(stream.batches) < max(_MOST, _ROUNDS * stream.workers):
+            stream.batches.append(checksum(numbers_of(tensor)))
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        if facts.rank in self._last:
+            self._last[facts.rank].companions = facts.companions()
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        found: list[Finding | None] = []
+        first = min(self._in_order, default=0)
+        for index, stream in enumerate(self._in_order.get(first, ())):
+            others = [self._in_order.get(rank, []) for rank in stream.companions if rank != first]
+            alike = [those[index] for those in others if index < len(those) and _are_alike(stream, those[index])]
+            if alike and len(alike) == len(others):
+                found.append(_finding(stream, len(others) + 1))
+        every = [stream for those in self._in_order.values() for stream in those]
+        doubled = {stream.place: stream for stream in every if _has_workers_alike(stream)}
+        return found + [_finding_of_workers(stream) for stream in doubled.values()]
+
+
+def _are_alike(stream: _Stream, other: _Stream) -> bool:
+    count = min(len(stream.batches), len(other.batches))
+    same = stream.batches[:count] == other.batches[:count]
+    return same and stream.place == other.place and len(set(stream.batches[:count])) >= _ENOUGH
+
+
+def _has_workers_alike(stream: _Stream) -> bool:
+    """Whether all workers give the same batches: one each, in turn."""
+    count = stream.workers
+    rounds = [stream.batches[at : at + count] for at in range(0, len(stream.batches) - count + 1, count or 1)]
+    each = [set(those) for those in rounds[:_ROUNDS]]
+    return count > 1 and len(each) == _ROUNDS and all(len(one) == 1 for one in each) and len(set.union(*each)) > 1
+
+
+def _finding_of_workers(stream: _Stream) -> Finding | None:
+    return finding(
+        "same-rows",
+        f"The {stream.workers} workers of the loader at {stream.place} give the same batches: each row comes "
+        f"{stream.workers} times. Its data set has no numbers of rows, so each worker has all of it.",
+        "Let `__iter__` of the data set give each worker a part: `info = torch.utils.data.get_worker_info()`, and "
+        "`islice(rows, info.id, None, info.num_workers)`.",
+        [stream.place],
+    )
+
+
+def _finding(stream: _Stream, ranks: int) -> Finding | None:
+    return finding(
+        "same-rows",
+        f"All {ranks} ranks train with the same batches of the loader at {stream.place}: its data set has no numbers "
+        "of rows, and no sampler divides it.",
+        "Let `__iter__` of the data set give each rank a part: `islice(rows, rank, None, ranks)`.",
+        [stream.place],
+    )
+
+
+def _tensors(batch: Any, depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, which may have lists and dictionaries. One of them may have itself."""
+    if isinstance(batch, torch.Tensor):
+        if can_be_read(batch) and batch.numel() > 1:
+            yield batch
+    elif isinstance(batch, dict) and depth:
+        for value in batch.values():
+            yield from _tensors(value, depth - 1)
+    elif isinstance(batch, (list, tuple)) and depth:
+        for value in batch:
+            yield from _tensors(value, depth - 1)
