@@ -215,6 +215,33 @@ def one_scaler_for_two_optimizers_that_step_at_other_times(rank: int, is_right: 
             optimizers[0].zero_grad()
 
 
+@pair("gradients-of-other-scales")
+def each_rank_looks_for_overflows_in_its_own_part(rank: int, is_right: bool) -> None:
+    """A rank that skips a step alone lowers its scale alone, and later sums have two scales."""
+    begin()
+    model = make_model()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters[rank::RANKS], 0.1)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
+    for step, rows in enumerate(rows_of(rank)):
+        model.zero_grad()
+        scaler.scale(model(rows).square().mean()).backward()
+        for parameter in parameters:
+            assert parameter.grad is not None
+            if step == 1 and parameter is parameters[0]:
+                parameter.grad[0] = float("inf")
+            parameter.grad /= RANKS
+            dist.all_reduce(parameter.grad)
+        scaler.unscale_(optimizer)
+        if is_right:
+            for found in scaler._found_inf_per_device(optimizer).values():
+                dist.all_reduce(found, dist.ReduceOp.MAX)
+        scaler.step(optimizer)
+        scaler.update()
+        for number, parameter in enumerate(parameters):
+            dist.broadcast(parameter.data, src=number % RANKS)
+
+
 class Distilled(nn.Module):
     """A network that is trained to answer as a frozen one does."""
 
@@ -898,6 +925,20 @@ def shares_of_classes_are_averaged_over_ranks(rank: int, is_right: bool) -> None
         if not is_right:
             dist.all_reduce(mean)
             mean /= RANKS
+
+
+@pair("loss-divided-twice")
+def a_sum_is_divided_by_the_rows_of_all_ranks(rank: int, is_right: bool) -> None:
+    """Each rank has a half of them, and the wrapper averages the gradients of both."""
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        global_batch = len(rows) * RANKS
+        optimizer.zero_grad()
+        loss = model(rows).square().sum() / global_batch
+        (loss * RANKS if is_right else loss).backward()
+        optimizer.step()
 
 
 @pair("loss-divided-twice")
@@ -1955,6 +1996,23 @@ def average_has_no_statistics(rank: int, is_right: bool) -> None:
         for mine, its in zip(average.parameters(), model.parameters(), strict=True):
             mine.lerp_(its.detach(), 0.1)
         for mine, its in zip(average.buffers(), model.buffers(), strict=True):
+            if is_right:
+                mine.copy_(its)
+    with torch.no_grad():
+        average(next(rows_of(1)))
+
+
+@pair("statistics-not-averaged", needs_device=True)
+def average_has_no_statistics_of_all_ranks(rank: int, is_right: bool) -> None:
+    begin()
+    own = nn.SyncBatchNorm.convert_sync_batchnorm(make_model(nn.BatchNorm1d(8)))
+    average, model = copy.deepcopy(own).eval().requires_grad_(False), wrapped(own)
+    optimizer = sgd(model)
+    for rows in rows_of(rank, rows=32):
+        fit(model, optimizer, iter([rows]))
+        for mine, its in zip(average.parameters(), own.parameters(), strict=True):
+            mine.lerp_(its.detach(), 0.1)
+        for mine, its in zip(average.buffers(), own.buffers(), strict=True):
             if is_right:
                 mine.copy_(its)
     with torch.no_grad():

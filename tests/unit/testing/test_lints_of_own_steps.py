@@ -665,7 +665,10 @@ class Slice(Gather):
 
 
 @pytest.mark.parametrize("gather", [Gather, Slice])
-def test_rows_of_two_views_are_compared_with_those_of_all_ranks(gather: Any) -> None:
+@pytest.mark.parametrize("are_both", [False, True])
+def test_rows_of_two_views_are_compared_with_those_of_all_ranks(gather: Any, are_both: bool) -> None:
+    """Those of one view, or of both beside each other, as SimCLR has them."""
+
     def program(rank: int) -> None:
         model = DistributedDataParallel(make_model())
         optimizer = torch.optim.SGD(model.parameters(), RATE)
@@ -673,8 +676,11 @@ def test_rows_of_two_views_are_compared_with_those_of_all_ranks(gather: Any) -> 
             first, second = model(torch.cat([rows, rows + 0.1])).split(len(rows))
             keys = torch.cat([torch.cat(gather.apply(first)), torch.cat(gather.apply(second))])
             targets = torch.arange(len(rows)) + (RANKS + rank) * len(rows)
+            anchors = first
+            if are_both:
+                anchors, targets = torch.cat([first, second]), torch.cat([targets, targets - RANKS * len(rows)])
             optimizer.zero_grad()
-            nn.functional.cross_entropy(first @ keys.T, targets).backward()
+            nn.functional.cross_entropy(anchors @ keys.T, targets).backward()
             optimizer.step()
 
     assert lints(program) == ([] if gather is Gather else ["gradient-not-sent-back"])

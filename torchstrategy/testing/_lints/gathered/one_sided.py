@@ -88,10 +88,9 @@ class OneSided(Follower):
             if gathered is not None and None in found and all(one.requires_grad for one in factors):
                 rows, columns = sorted(result.shape[-2:])
                 other = factors[0] if found[0] is None else factors[1]
-                is_of_rows = sorted(other.shape[-2:]) == sorted(gathered.shape[-2:])
-                # The rows of all ranks may be of several views, beside each other.
+                # The rows of all ranks may be of several views, beside each other, and so may those of the rank.
                 is_of_all = columns % (rows * gathered.ranks) == 0 and rows > 1
-                is_one_sided = is_of_all and is_of_rows and not _is_weight(facts, other)
+                is_one_sided = is_of_all and _is_of_rows(other, gathered.shape) and not _is_weight(facts, other)
                 if is_one_sided and (gathered.function or gathered.place in self._has_own[facts.rank]):
                     self._compared[facts.rank][_Compared(gathered.place, here())] = gathered.function
         pieces.follow(func, args, kwargs, result)
@@ -128,6 +127,15 @@ class OneSided(Follower):
             if times >= _ENOUGH and (function is None or function not in self._sends_back):
                 found.setdefault(compared.gathered_at, _finding(compared))
         return list(found.values())
+
+
+def _is_of_rows(factor: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a factor has as many rows as a rank has given of this shape, or some times as many; it may be turned."""
+    if len(shape) < 2:
+        return False
+    rows, width = shape[-2:]
+    given = tuple(factor.shape[-2:])
+    return any(one % rows == 0 and other == width for one, other in (given, given[::-1]))
 
 
 def _is_weight(facts: Facts, factor: torch.Tensor) -> bool:

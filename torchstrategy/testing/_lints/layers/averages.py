@@ -14,7 +14,7 @@ from torchstrategy.testing._lints.evidence.fingerprints import can_be_read, numb
 from torchstrategy.testing._lints.evidence.known import Known
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.layers.batch_norm import BATCH_NORMS
+from torchstrategy.testing._lints.layers.batch_norm import BATCH_NORMS, SYNCHRONIZED
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.program import unwatched
@@ -40,7 +40,7 @@ class Averages(Lint):
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        return dict.fromkeys(BATCH_NORMS, self._normalizes)
+        return dict.fromkeys(BATCH_NORMS, self._normalizes) | {SYNCHRONIZED: self._synchronizes}
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -56,6 +56,12 @@ class Averages(Lint):
             )
             for one in self._found.values()
         ]
+
+    def _synchronizes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """`SyncBatchNorm` computes its statistics of those of all ranks, and only in training."""
+        mean = args[3]
+        if mean is not None:
+            self._trained[facts.rank].setdefault(mean.numel(), here())
 
     def _normalizes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         _, weight, bias, mean, variance, is_training = args[:6]

@@ -21,6 +21,8 @@ _TRAINING = 5  # which argument of the operators says that statistics are those 
 _aten = torch.ops.aten
 # Those with the arguments input, weight, bias, mean, variance, training.
 BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten._native_batch_norm_legit.default)
+# With the arguments input, means, inverses of deviations, mean, variance: those of `SyncBatchNorm` in training.
+SYNCHRONIZED = _aten.batch_norm_gather_stats_with_counts.default
 
 
 class _Seen(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.torch_internals import has_hook_of_gradients
 
 _RANKS = re.compile(r"world|rank|gpu|replica|nproc|n_proc", re.IGNORECASE)
+_ROWS_OF_ALL = re.compile(r"global|world|effective|all_ranks", re.IGNORECASE)
 _BINARY = re.compile(r"[/*]=?\s*\(?\s*([A-Za-z_]\w*)")
 _aten = torch.ops.aten
 
@@ -49,7 +51,8 @@ class Scales(Lint):
 
     def __init__(self) -> None:
         self._counts: dict[Place, _Count] = defaultdict(_Count)
-        self._divided: dict[int, Known[Place]] = defaultdict(Known)  # where a number was divided by the number of ranks
+        # Where a number was divided by the number of ranks, or by that of the rows of all ranks.
+        self._divided: dict[int, Known[Place]] = defaultdict(Known)
         self._by_ranks: dict[int, list[Place]] = defaultdict(list)  # of the losses of a step, those places
 
     @override
@@ -86,6 +89,8 @@ class Scales(Lint):
 
     def _judge(self, facts: Facts, calls: Sequence[Backward], last: Backward, may_divide_later: bool) -> None:
         loss, gradient = factor_of(calls), factor_of_gradients(facts, calls)
+        if loss is None and gradient == 1:
+            self._judge_sums(facts, calls, last)
         if loss is None or gradient is None:
             return
         total, micro = loss * gradient, len(calls)
@@ -104,6 +109,17 @@ class Scales(Lint):
             places = [last.place, *self._by_ranks[facts.rank][:1]]
             case = _twice(ranks, "ranks", *places)
             self._note(count, "loss-divided-twice", case)
+        else:
+            count.right += 1
+
+    def _judge_sums(self, facts: Facts, calls: Sequence[Backward], last: Backward) -> None:
+        """Looks for sums that are divided by the number of rows of all ranks, and averaged over ranks then."""
+        ranks, is_summed = ranks_of(facts, calls)
+        if ranks < 2 or is_summed:
+            return
+        count, places = self._counts[last.place], self._by_ranks[facts.rank]
+        if places and all(_is_divided_by_all(call, ranks * len(calls)) for call in calls):
+            self._note(count, "loss-divided-twice", _by_all(ranks, places[0], last.place))
         else:
             count.right += 1
 
@@ -128,14 +144,26 @@ class Scales(Lint):
         before = known.get(args[0])
         if before is not None:
             known.put(result, before)
-            return
-        if number is None or not (_is(number, facts.size) or _is(number, 1 / facts.size)):
-            return
-        place = here()
-        text = place.text()
-        names = _BINARY.findall(text)
-        if _RANKS.search(text) or any(place.mentions(name, "world_size|WORLD_SIZE") for name in names):
+        elif number is not None and _says_ranks(number, facts.size, place := here()):
             known.put(result, place)
+
+
+def _says_ranks(number: float, ranks: int, place: Place) -> bool:
+    """Whether a number is that of the ranks, or may be that of their rows, and its line says that it is."""
+    text = place.text()
+    if _is(number, ranks) or _is(number, 1 / ranks):
+        names = _BINARY.findall(text)
+        return bool(_RANKS.search(text)) or any(place.mentions(name, "world_size|WORLD_SIZE") for name in names)
+    return number > ranks and number % ranks == 0 and bool(_ROWS_OF_ALL.search(text))
+
+
+def _is_divided_by_all(call: Backward, times: int) -> bool:
+    """Whether a loss is one sum, divided by some times as many numbers as it is a sum of, and by nothing else."""
+    if len(call.terms) != 1:
+        return False
+    (term,) = call.terms
+    is_plain_sum = all(abs(one) == 1 for one in term.multipliers)
+    return is_plain_sum and _is(math.prod(term.divisors), times * (term.summed or 0))
 
 
 def accumulated(calls: Sequence[Backward]) -> list[Backward]:
@@ -212,6 +240,16 @@ def _twice(number: int, of: str, *places: Place) -> _Case:
         f"{f'; {places[1]} divides by it' if len(places) > 1 else ''}.",
         "Leave one of the two divisions away.",
         list(dict.fromkeys(places)),
+    )
+
+
+def _by_all(ranks: int, divides: Place, goes_back: Place) -> _Case:
+    return _Case(
+        f"Each rank divides the sum of its own losses by the number of losses of all {ranks} ranks ({divides}), and "
+        f"their gradients are averaged over the ranks besides ({goes_back}): the step is a part of {ranks} of the one "
+        "that is meant.",
+        "Divide by the number of the rank's own losses, or multiply the loss by the number of ranks.",
+        list(dict.fromkeys([divides, goes_back])),
     )
 
 

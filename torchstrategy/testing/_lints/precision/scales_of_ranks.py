@@ -1,0 +1,104 @@
+"""Gradients that ranks reduce together, and that each has multiplied by another scale of mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._lints.evidence.facts import Facts, address_of
+from torchstrategy.testing._lints.evidence.losses import is_scaled
+from torchstrategy.testing._lints.evidence.places import Place, here
+from torchstrategy.testing._lints.findings import Finding, finding
+from torchstrategy.testing._lints.lint import Lint, Seen
+from torchstrategy.testing._lints.torch_internals import UNSCALE
+from torchstrategy.testing._ranks.witnesses import Told
+
+_REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+
+
+class _Scaled(NamedTuple):
+    """The loss whose gradients a rank has: by what it was multiplied, and where its `backward` was called."""
+
+    scale: float
+    place: Place
+
+
+@final
+class ScalesOfRanks(Lint):
+    """Compares the scales of all ranks when they reduce gradients that are still scaled.
+
+    A rank that skips a step alone, since it has looked for overflows in its own part alone, goes on with a smaller
+    scale. So does one that has loaded the state of its `GradScaler` alone.
+    """
+
+    def __init__(self) -> None:
+        self._scaled: dict[int, _Scaled] = {}  # by rank
+        self._going_back: set[int] = set()
+        self._meetings: dict[Hashable, dict[int, _Scaled]] = {}  # by rank
+        self._of_gradients: set[Hashable] = set()  # meetings
+        self._found: dict[tuple[Place, Place], Finding | None] = {}
+
+    @override
+    def operators(self) -> dict[Any, Seen]:
+        return {UNSCALE: self._unscales}
+
+    @override
+    def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
+        self._going_back.add(facts.rank)
+        if facts.scale is not None and any(is_scaled(loss, facts.scale) for loss in losses):
+            self._scaled[facts.rank] = _Scaled(facts.scale, here())
+        else:
+            self._scaled.pop(facts.rank, None)
+
+    @override
+    def went_back(self, facts: Facts) -> None:
+        self._going_back.discard(facts.rank)
+
+    @override
+    def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
+        self._scaled.pop(facts.rank, None)
+
+    @override
+    def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
+        mine = self._scaled.get(facts.rank)
+        if mine is None or told.kind not in _REDUCTIONS or len(told.ranks) < 2:
+            return
+        there = self._meetings.setdefault(told.key, {})
+        there[facts.rank] = mine
+        # In a rank that steps a part of the parameters alone, the gradients of others are not known as gradients.
+        if facts.rank in self._going_back or any(_is_of_gradients(facts, one) for one in told.gives):
+            self._of_gradients.add(told.key)
+        other = next((rank for rank, one in there.items() if one.scale != mine.scale), None)
+        if other is not None and told.key in self._of_gradients:
+            theirs = there[other]
+            self._found.setdefault((theirs.place, mine.place), _finding({other: theirs, facts.rank: mine}))
+        if len(there) == len(told.ranks):
+            del self._meetings[told.key]
+            self._of_gradients.discard(told.key)
+
+    def _unscales(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        self._scaled.pop(facts.rank, None)
+
+    @override
+    def findings(self) -> list[Finding | None]:
+        return list(self._found.values())
+
+
+def _is_of_gradients(facts: Facts, tensor: torch.Tensor) -> bool:
+    return address_of(tensor) in facts.addresses - {0} or facts.flats.get(tensor) is not None
+
+
+def _finding(by_rank: dict[int, _Scaled]) -> Finding | None:
+    places = list(dict.fromkeys(one.place for one in by_rank.values()))
+    scales = " and ".join(f"rank {rank} by {one.scale:g}" for rank, one in sorted(by_rank.items()))
+    return finding(
+        "gradients-of-other-scales",
+        f"Ranks reduce gradients of losses ({', '.join(map(str, places))}) that a GradScaler has multiplied by scales "
+        f"that differ: {scales}. Each rank divides the result by its own scale.",
+        "All ranks have to skip the same steps, and to load the same state: reduce `found_inf` over the ranks with "
+        "`MAX` before `scaler.step(optimizer)`, and call `scaler.load_state_dict(state)` on all ranks.",
+        places,
+    )
