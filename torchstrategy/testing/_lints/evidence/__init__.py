@@ -5,6 +5,7 @@ done since its last step? Nothing here names a mistake.
 
     asking        questions to objects of the program, which may refuse to be asked
     nodes         nodes of autograd's graphs
+    operators     operators by what they do to what they write on
     objects       what is known of objects of the program while they are there
     constants     the whole numbers that a function of the program knows
     known         what is known of tensors while their memory is there

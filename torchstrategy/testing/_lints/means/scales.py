@@ -15,6 +15,7 @@ from typing_extensions import override
 from torchstrategy.testing._lints.evidence.facts import Backward, Factor, Facts, address_of
 from torchstrategy.testing._lints.evidence.fingerprints import number_of
 from torchstrategy.testing._lints.evidence.known import Known, is_plain
+from torchstrategy.testing._lints.evidence.operators import DIVIDING, MULTIPLYING
 from torchstrategy.testing._lints.evidence.own_steps import OwnOptimizer
 from torchstrategy.testing._lints.evidence.places import CLIPPING, Place, here, is_within
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -57,10 +58,7 @@ class Scales(Lint):
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        divides = [_aten.div_.Tensor, _aten.div_.Scalar, _aten._foreach_div_.Scalar, _aten._foreach_div_.Tensor]
-        multiplies = [_aten.mul_.Tensor, _aten.mul_.Scalar, _aten._foreach_mul_.Scalar, _aten._foreach_mul_.Tensor]
-        seen: dict[Any, Seen] = {op: _divided for op in divides}
-        seen |= {op: _multiplied for op in multiplies}
+        seen: dict[Any, Seen] = dict.fromkeys(DIVIDING, _divided) | dict.fromkeys(MULTIPLYING, _multiplied)
         seen |= {_aten.copy_.default: _overwritten, _aten.zero_.default: _overwritten}
         return seen | {_aten.div.Tensor: self._scaled_a_number, _aten.mul.Tensor: self._scaled_a_number}
 

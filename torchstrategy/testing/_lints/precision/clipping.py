@@ -10,6 +10,7 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts, addresses_of
+from torchstrategy.testing._lints.evidence.operators import DIVIDING
 from torchstrategy.testing._lints.evidence.places import CLIPPING, Place, frames_of, here
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
@@ -39,8 +40,7 @@ class Clipping(Lint):
     def operators(self) -> dict[Any, Seen]:
         clips = [_aten.mul_.Tensor, _aten._foreach_mul_.Tensor, _aten.clamp_.default, _aten._foreach_clamp_max_.Scalar]
         seen: dict[Any, Seen] = {op: self._writes for op in clips}
-        divides = [_aten.div_.Tensor, _aten.div_.Scalar, _aten._foreach_div_.Scalar, _aten._foreach_div_.Tensor]
-        divides += [_aten.mul_.Scalar, _aten._foreach_mul_.Scalar, _aten.copy_.default]
+        divides = [*DIVIDING, _aten.mul_.Scalar, _aten._foreach_mul_.Scalar, _aten.copy_.default]
         seen |= {op: self._unscales for op in divides}
         seen[UNSCALE] = self._unscales
         return seen

@@ -15,6 +15,7 @@ from torchstrategy.testing._lints.evidence.facts import Facts, address_of, param
 from torchstrategy.testing._lints.evidence.fingerprints import number_of, numbers_of
 from torchstrategy.testing._lints.evidence.known import is_plain
 from torchstrategy.testing._lints.evidence.modules import owners_of
+from torchstrategy.testing._lints.evidence.operators import DIVIDING, MULTIPLYING
 from torchstrategy.testing._lints.evidence.pieces import Pieces
 from torchstrategy.testing._lints.evidence.places import Place, here, in_words
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -29,7 +30,6 @@ _WRITE = (
     "`torch.nn.utils.clip_grad_norm_`, which knows of parts."
 )
 _COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of their operators
-_aten = torch.ops.aten
 
 
 @final
@@ -61,9 +61,7 @@ class Shards(Follower):
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        divides = [_aten.div_.Tensor, _aten._foreach_div_.Tensor]
-        multiplies = [_aten.mul_.Tensor, _aten._foreach_mul_.Tensor, _aten.mul_.Scalar, _aten._foreach_mul_.Scalar]
-        return {op: self._divides for op in divides} | {op: self._multiplies for op in multiplies}
+        return dict.fromkeys(DIVIDING, self._divides) | dict.fromkeys(MULTIPLYING, self._multiplies)
 
     @override
     def went_back(self, facts: Facts) -> None:
