@@ -31,6 +31,8 @@ class Model(nn.Module):
             self.mean = 0.9 * self.mean + 0.1 * rows.mean(0).detach()
         elif self.way == "moves a mean":
             self.mean.lerp_(rows.mean(0).detach(), 0.1)
+        elif self.way == "counts in place":
+            self.mean.add_(1)
         elif self.way == "notes a size":
             self.width = len(rows)
         result: torch.Tensor = self.body(rows - self.mean)
@@ -43,7 +45,9 @@ class Model(nn.Module):
         ("counts", [0, 1], ["written-on-a-replica"]),
         ("counts at length", [0, 1], ["written-on-a-replica"]),
         ("replaces a mean", [0, 1], ["written-on-a-replica"]),
-        ("moves a mean", [0, 1], []),
+        ("moves a mean", [0, 1], ["written-on-a-replica"]),
+        ("moves a mean", [0], []),
+        ("counts in place", [0, 1], []),
         ("notes a size", [0, 1], []),
         ("counts", [0], []),
     ],

@@ -242,6 +242,40 @@ def each_rank_looks_for_overflows_in_its_own_part(rank: int, is_right: bool) -> 
             dist.broadcast(parameter.data, src=number % RANKS)
 
 
+@pair("gradients-of-other-scales", has_ranks=False)
+def the_scale_is_updated_between_two_optimizers_of_a_step(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizers = [sgd(model[0]), sgd(model[2])]
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=3)
+    for rows in rows_of(rank, 6):
+        model.zero_grad()
+        scaler.scale(model(rows).square().mean()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            if not is_right:
+                scaler.update()
+        if is_right:
+            scaler.update()
+
+
+@pair("gradient-still-scaled", has_ranks=False)
+def the_penalty_is_one_of_scaled_gradients(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=8.0)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        rows.requires_grad_()
+        (slope,) = torch.autograd.grad(scaler.scale(model(rows).sum()), rows, create_graph=True)
+        if is_right:
+            slope = slope / scaler.get_scale()
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        scaler.scale(model(rows).square().mean() + penalty).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 class Distilled(nn.Module):
     """A network that is trained to answer as a frozen one does."""
 
@@ -758,6 +792,28 @@ def workers_have_all_of_a_stream(rank: int, is_right: bool) -> None:
         fit(model, optimizer, iter([rows.to(DEVICE)]))
 
 
+class RowsOfRanks(IterableDataset):
+    """Each worker of each rank begins at a row of its own. With the step of the ranks alone, their rows overlap."""
+
+    def __init__(self, rank: int, is_right: bool) -> None:
+        self.rank, self.is_right = rank, is_right
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        step = RANKS * info.num_workers if self.is_right else RANKS
+        return iter(torch.arange(1024.0).view(256, 4)[self.rank * info.num_workers + info.id :: step] / 1024)
+
+
+@pair("same-rows")
+def workers_of_ranks_have_the_step_of_the_ranks(rank: int, is_right: bool) -> None:
+    begin()
+    model = wrapped(make_model())
+    stream = RowsOfRanks(rank, is_right)
+    fork = DataLoader(stream, batch_size=4, num_workers=2, multiprocessing_context="fork")
+    fit(model, sgd(model), (rows.to(DEVICE) for rows in fork))
+
+
 class StreamOfWorkers(Stream):
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -925,6 +981,29 @@ def shares_of_classes_are_averaged_over_ranks(rank: int, is_right: bool) -> None
         if not is_right:
             dist.all_reduce(mean)
             mean /= RANKS
+
+
+class SumOverRows(nn.Module):
+    """A loss that is told how many rows there are."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, outputs: torch.Tensor) -> torch.Tensor:
+        losses = outputs.square()
+        return losses.sum() / self.rows
+
+
+@pair("loss-divided-twice")
+def a_loss_is_told_the_rows_of_all_ranks(rank: int, is_right: bool) -> None:
+    begin()
+    model, loss_of = wrapped(make_model()), SumOverRows(4 if is_right else 4 * RANKS)
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        loss_of(model(rows)).backward()
+        optimizer.step()
 
 
 @pair("loss-divided-twice")
@@ -1701,6 +1780,19 @@ def best_weights_are_no_copy(rank: int, is_right: bool) -> None:
     model.load_state_dict(best)
 
 
+@pair("state-is-the-weights", has_ranks=False)
+def best_weights_are_detached_and_no_copy(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = sgd(model)
+    fit(model, optimizer, rows_of(rank))
+    state = model.state_dict()
+    best = {name: value.detach().clone() if is_right else value.detach() for name, value in state.items()}
+    del state
+    fit(model, optimizer, rows_of(rank))
+    model.load_state_dict(best)
+
+
 @pair("state-of-other-parameters", has_ranks=False)
 def an_optimizer_is_made_again_in_another_order(rank: int, is_right: bool) -> None:
     torch.manual_seed(0)
@@ -1922,6 +2014,24 @@ def a_generator_is_copied_into_workers(rank: int, is_right: bool) -> None:
     )
     for _ in range(2):
         fit(model, optimizer, (batch.float().to(DEVICE) for batch in loader))
+
+
+def seed_the_process(worker: int) -> None:
+    np.random.seed(torch.initial_seed() % 2**32)
+
+
+def seed_the_data(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.numbers = np.random.default_rng(torch.initial_seed())
+
+
+@pair("loader-workers-draw-alike", has_ranks=False)
+def workers_seed_another_generator_than_that_of_the_data(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    seed = seed_the_data if is_right else seed_the_process
+    loader = DataLoader(Noisy(), 4, shuffle=True, num_workers=2, multiprocessing_context="fork", worker_init_fn=seed)
+    fit(model, sgd(model), (batch.float().to(DEVICE) for batch in loader))
 
 
 # Schedules and averages

@@ -22,7 +22,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
 
 from planted import (
     DEVICE,
@@ -1800,3 +1808,91 @@ def both_optimizers_step_after_one_backward() -> None:
         of_judge.step()
         of_maker.step()
         (-judge(maker(rows)).mean()).backward()
+
+
+# Streams, sums and penalties
+
+
+class DrawnStream(IterableDataset):
+    """Rows of one table, which each rank draws with replacement, or in parts of its own."""
+
+    def __init__(self, rank: int, is_drawn: bool) -> None:
+        self.rank, self.is_drawn = rank, is_drawn
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        table = torch.arange(256.0).view(64, 4) / 256
+        if self.is_drawn:
+            numbers = torch.randint(64, (64,), generator=torch.Generator().manual_seed(self.rank))
+            return iter(table[numbers])
+        return iter(table[self.rank :: RANKS])
+
+
+@in_ranks
+def rows_of_a_stream_are_drawn_with_replacement(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    fit(model, sgd(model), (rows.to(DEVICE) for rows in DataLoader(DrawnStream(rank, True), batch_size=4)))
+
+
+@in_ranks
+def a_short_stream_is_read_several_times(rank: int) -> None:
+    begin()
+    model = wrapped(make_model())
+    optimizer, loader = sgd(model), DataLoader(DrawnStream(rank, False), batch_size=4)
+    for _ in range(4):
+        fit(model, optimizer, (rows.to(DEVICE) for rows in loader))
+
+
+@in_ranks
+def a_loss_is_the_half_of_a_mean(rank: int) -> None:
+    """With two ranks, twice the rows of one are those of both."""
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        (model(rows).square().sum() / (2 * len(rows))).backward()
+        optimizer.step()
+
+
+@in_ranks
+def ranks_have_almost_as_many_tokens(rank: int) -> None:
+    """A mean of means that differ by one token in a hundred is as good as the mean."""
+    begin()
+    model = wrapped(make_model())
+    optimizer = sgd(model)
+    for rows in rows_of(rank, rows=100 + rank):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+
+
+@alone
+def a_penalty_is_one_of_gradients_of_the_loss_itself() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=8.0)
+    for rows in rows_of(0):
+        optimizer.zero_grad()
+        rows.requires_grad_()
+        (slope,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
+        scaler.scale(model(rows).square().mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@alone
+def a_penalty_is_multiplied_by_the_inverse_of_the_scale() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=8.0)
+    parameters = list(model.parameters())
+    for rows in rows_of(0):
+        optimizer.zero_grad()
+        loss = model(rows).square().mean()
+        inverse = 1.0 / scaler.get_scale()
+        gradients = torch.autograd.grad(scaler.scale(loss), parameters, create_graph=True)
+        norm = sum(((one * inverse).square().sum() for one in gradients), torch.zeros((), device=DEVICE)).sqrt()
+        scaler.scale(loss + norm).backward()
+        scaler.step(optimizer)
+        scaler.update()

@@ -66,6 +66,9 @@ class Lint:
     def went_back(self, facts: Facts) -> None:
         """`backward` is over."""
 
+    def differentiated(self, facts: Facts, outputs: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """`torch.autograd.grad` has returned gradients for a loss, with a graph of their own."""
+
     def zeroed(self, facts: Facts) -> None:
         """`zero_grad` is called, of an optimizer or of a module."""
 
@@ -129,8 +132,10 @@ class Lint:
     def sets_epoch(self, facts: Facts, sampler: Any) -> None:
         """`set_epoch` of a sampler was called: of a `DistributedSampler`, or of one of the program's own."""
 
-    def ran_replicas(self, facts: Facts, replica: torch.nn.Module, before: dict[tuple[str, str], Any]) -> None:
-        """`nn.DataParallel` has run replicas: one of them, and what it held before."""
+    def ran_replicas(
+        self, facts: Facts, replicas: Sequence[torch.nn.Module], before: dict[tuple[str, str], Any]
+    ) -> None:
+        """`nn.DataParallel` has run replicas, and what the first of them held before."""
 
     def hooked(self, facts: Facts, model: Any, place: Place, given: torch.Tensor, future: Any) -> None:
         """A hook of gradients, registered at a place, got some numbers, and has returned a future of what to write."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -15,7 +16,7 @@ from torchstrategy.testing._lints.evidence.modules import named_parameters
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.lint import Lint
+from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._ranks.witnesses import Told
 
 _LastSteps = Objects[torch.optim.Optimizer, int]
@@ -48,6 +49,16 @@ class KeptStates(Lint):
         self._versions: dict[int, dict[int, int]] = defaultdict(dict)  # by rank and id, after the last step
         self._exchanged: dict[int, set[int]] = defaultdict(set)  # by rank, by collectives since then
         self._found: dict[Place, _Found] = {}
+
+    @override
+    def operators(self) -> dict[Any, Seen]:
+        return {torch.ops.aten.detach.default: self._detaches}
+
+    def _detaches(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """`value.detach()` has the memory of the value."""
+        given = self._given.get(args[0]) if self._given else None
+        if given is not None:
+            self._given[result] = given
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:

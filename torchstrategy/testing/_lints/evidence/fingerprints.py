@@ -128,6 +128,15 @@ def checksum(here: torch.Tensor) -> int:
     return zlib.crc32(memory_at(here.data_ptr(), here.nbytes))
 
 
+def hashes_of_rows(tensor: torch.Tensor) -> list[int]:
+    """A number for each row, the same for rows of which some numbers are alike."""
+    numbers = numbers_of(tensor)
+    with torch.no_grad(), unwatched(), without_modes():
+        flat = numbers.reshape(len(numbers), -1)
+        some = flat[:, :: max(1, flat.shape[1] // _SAMPLED)].contiguous()
+        return [hash(tuple(row)) for row in some.tolist()]
+
+
 def few_numbers(tensor: torch.Tensor) -> list[Any] | None:
     """The numbers of a small tensor; None if it is large, or cannot be read."""
     if tensor.numel() > _FEW or not can_be_read(tensor):

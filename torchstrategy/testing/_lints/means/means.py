@@ -200,7 +200,7 @@ class Means(Lint):
     @override
     def findings(self) -> list[Finding | None]:
         metrics = self._uneven(list(self._metrics.values()), _differ)
-        losses = self._uneven(list(self._losses.values()), _differ)
+        losses = self._uneven(list(self._losses.values()), lambda those: _differ(those) and _are_apart(those))
         losses += self._uneven(list(self._sums.values()), _are_apart)
         found = [_of_metric(*case) for case in metrics] + [_of_loss(*case) for case in losses]
         found += self._divided_by_all()

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.evidence.facts import Backward, Facts, address_of
-from torchstrategy.testing._lints.evidence.fingerprints import is_zero
+from torchstrategy.testing._lints.evidence.facts import Backward, Facts, address_of, addresses_of
+from torchstrategy.testing._lints.evidence.fingerprints import is_zero, number_of
 from torchstrategy.testing._lints.evidence.known import version_of
-from torchstrategy.testing._lints.evidence.places import Place
+from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.torch_internals import UNSCALE
+
+_CLOSE = 1e-4  # torch computes the inverse in float32
 
 
 class _Scaled(NamedTuple):
@@ -85,15 +87,28 @@ class MixedScales(Lint):
             scaled[own] = _Scaled(address_of(gradient), version_of(gradient), last.scale, last.place, before)
 
     def _unscales(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        scaled = self._scaled[facts.rank]
-        gradients = facts.gradients_in(args[0]) if any(one.before is not None for one in scaled.values()) else set()
+        scaled, inverse = self._scaled[facts.rank], number_of(args[2])
+        # By what the gradients are divided; 1 if it only looks for overflows, as for a fused optimizer.
+        now = 1 / inverse if inverse and inverse != 1 else None
+        if not any(one.before is not None or _is_other(one.scale, now) for one in scaled.values()):
+            return
+        gradients = set(addresses_of(args[0])) - {0}  # also those of an optimizer that steps after another one
         for parameter in facts.parameters() if gradients else ():
             one, gradient = scaled.get(id(parameter)), parameter.grad
-            if one is None or one.before is None or gradient is None or one.address not in gradients:
+            if one is None or gradient is None or one.address not in gradients:
                 continue
             # Nobody has written on it but `unscale_` now: what is set to zero before a step counts nowhere.
-            if address_of(gradient) == one.address and version_of(gradient) <= one.version + 1:
+            if address_of(gradient) != one.address or version_of(gradient) > one.version + 1:
+                continue
+            if one.before is not None:
                 self._found.setdefault((one.before.place, one.place), _finding(one.before, one))
+            elif now is not None and _is_other(one.scale, now):
+                place = here()
+                self._found.setdefault((one.place, place), _finding_of_step(one, now, place))
+
+
+def _is_other(scale: float, now: float | None) -> bool:
+    return now is not None and abs(now - scale) > _CLOSE * scale
 
 
 def _is_at(gradient: torch.Tensor | None, scaled: _Scaled) -> bool:
@@ -101,6 +116,16 @@ def _is_at(gradient: torch.Tensor | None, scaled: _Scaled) -> bool:
     if gradient is None or gradient.is_inference() or address_of(gradient) != scaled.address:
         return False
     return version_of(gradient) == scaled.version and not is_zero(gradient)
+
+
+def _finding_of_step(one: _Scaled, now: float, place: Place) -> Finding | None:
+    return finding(
+        "gradients-of-other-scales",
+        f"A GradScaler divides gradients by {now:g} ({place}), and has multiplied their loss by {one.scale:g} "
+        f"({one.place}): `scaler.update()` has changed the scale between them.",
+        "Call `scaler.update()` once for each step, after `scaler.step(optimizer)` of the last optimizer.",
+        list(dict.fromkeys([one.place, place])),
+    )
 
 
 def _finding(before: _Scaled, after: _Scaled) -> Finding | None:

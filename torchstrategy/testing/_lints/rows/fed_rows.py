@@ -16,6 +16,7 @@ from torchstrategy.testing._lints.evidence.fingerprints import (
     can_be_read,
     fingerprint,
     has_ordinary_numbers,
+    hashes_of_rows,
     numbers_of,
 )
 from torchstrategy.testing._lints.evidence.known import Known, is_plain, version_of
@@ -26,7 +27,7 @@ from torchstrategy.testing._lints.rows.orders import are_of_other_orders, withou
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.program import unwatched
 
-_MOST_ROWS, _SAMPLED = 20_000, 64
+_MOST_ROWS = 20_000
 _MOST_OF_A_STEP = 4096  # larger tensors are no batches
 _MOST_HASHED = 3 * _MOST_ROWS  # also those that are in no step
 _FEWEST_NUMBERS = 4  # of a row: shorter ones, as labels, are alike by chance
@@ -148,7 +149,7 @@ class FedRows(Lint):
         if not is_plain(tensor) or tensor.dim() < 2 or not self._is_asked(facts, tensor):
             return
         if math.prod(tensor.shape[1:]) >= _FEWEST_NUMBERS and has_ordinary_numbers(tensor):
-            self._note(facts, _hashes(tensor))
+            self._note(facts, hashes_of_rows(tensor))
 
     def _note(self, facts: Facts, rows: list[int]) -> None:
         place = here()
@@ -158,15 +159,6 @@ class FedRows(Lint):
         if len(self._rows[feed][facts.rank]) < _MOST_ROWS:
             self._hashed[facts.rank] += len(rows)
             self._since[facts.rank][feed] = rows
-
-
-def _hashes(tensor: torch.Tensor) -> list[int]:
-    """A number for each row, the same for rows of which some numbers are alike."""
-    numbers = numbers_of(tensor)
-    with torch.no_grad(), unwatched(), without_modes():
-        flat = numbers.reshape(len(numbers), -1)
-        some = flat[:, :: max(1, flat.shape[1] // _SAMPLED)].contiguous()
-        return [hash(tuple(row)) for row in some.tolist()]
 
 
 def _finding(place: Place, ranks: tuple[int, int], count: int, common: int) -> Finding | None:

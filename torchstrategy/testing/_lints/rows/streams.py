@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, final
 
 import torch
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts
-from torchstrategy.testing._lints.evidence.fingerprints import can_be_read, checksum, numbers_of
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    can_be_read,
+    checksum,
+    has_ordinary_numbers,
+    hashes_of_rows,
+    numbers_of,
+)
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 
 _MOST, _ENOUGH = 8, 2
+_MOST_ROWS, _FEWEST_ROWS, _FEWEST_NUMBERS = 256, 32, 4  # of a stream; of a row
+_MOST_REPEATS = 0.05
 _DEEPEST = 6  # of a batch
 _ROUNDS = 3  # of the workers of a loader, which give a batch each in turn
 
@@ -30,6 +39,9 @@ class _Stream:
     Attributes:
         place: Where it is read.
         batches: Sums of the bytes of the first batches.
+        rows: The first rows, each once.
+        repeats: How many rows came again among these.
+        is_over: Whether the first of them has come again.
         companions: The ranks that train the same model with them.
         workers: How many workers load them.
     """
@@ -37,12 +49,32 @@ class _Stream:
     place: Place
     workers: int
     batches: list[int] = field(default_factory=list)
+    rows: dict[int, None] = field(default_factory=dict)
+    repeats: int = 0
+    is_over: bool = False
     companions: tuple[int, ...] = ()
+
+    def takes(self, tensor: torch.Tensor) -> None:
+        """Notes the rows of a batch. Short ones are alike by chance."""
+        if tensor.dim() < 2 or tensor[:1].numel() < _FEWEST_NUMBERS or not has_ordinary_numbers(tensor):
+            return
+        for row in hashes_of_rows(tensor):
+            if row == next(iter(self.rows), None):  # the next pass over the data set has begun
+                self.is_over = True
+            if self.is_over:
+                return
+            if row in self.rows:
+                self.repeats += 1
+            elif len(self.rows) < _MOST_ROWS:
+                self.rows[row] = None
 
 
 @final
 class Streams(Lint):
-    """Compares the first batches that ranks, and workers, get from an `IterableDataset`, which they have to divide."""
+    """Compares the first batches and rows that ranks, and workers, get from an `IterableDataset`, which they divide.
+
+    Rows that are drawn with replacement also come again on one rank, and count as no mistake.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, Objects[Any, _Stream]] = defaultdict(Objects)
@@ -59,6 +91,8 @@ class Streams(Lint):
         tensor = next(_tensors(batch), None)
         if tensor is not None and len(stream.batches) < max(_MOST, _ROUNDS * stream.workers):
             stream.batches.append(checksum(numbers_of(tensor)))
+        if tensor is not None and len(stream.rows) < _MOST_ROWS:
+            stream.takes(tensor)
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -74,6 +108,10 @@ class Streams(Lint):
             alike = [those[index] for those in others if index < len(those) and _are_alike(stream, those[index])]
             if alike and len(alike) == len(others):
                 found.append(_finding(stream, len(others) + 1))
+                continue
+            common = [_common(stream, those[index]) for those in others if index < len(those)]
+            if common and None not in common and len(common) == len(others):
+                found.append(_finding_of_rows(stream, len(others) + 1, *min(one for one in common if one)))
         every = [stream for those in self._in_order.values() for stream in those]
         doubled = {stream.place: stream for stream in every if _has_workers_alike(stream)}
         return found + [_finding_of_workers(stream) for stream in doubled.values()]
@@ -83,6 +121,15 @@ def _are_alike(stream: _Stream, other: _Stream) -> bool:
     count = min(len(stream.batches), len(other.batches))
     same = stream.batches[:count] == other.batches[:count]
     return same and stream.place == other.place and len(set(stream.batches[:count])) >= _ENOUGH
+
+
+def _common(stream: _Stream, other: _Stream) -> tuple[int, int] | None:
+    """How many of the first rows of a rank another one has, too, and of how many; None if they are few."""
+    if stream.place != other.place or max(stream.repeats, other.repeats) > _MOST_REPEATS * len(stream.rows):
+        return None
+    count = min(len(stream.rows), len(other.rows))
+    common = len(set(islice(stream.rows, count)) & set(islice(other.rows, count)))
+    return (common, count) if count >= _FEWEST_ROWS and common > count / 2 else None
 
 
 def _has_workers_alike(stream: _Stream) -> bool:
@@ -100,6 +147,17 @@ def _finding_of_workers(stream: _Stream) -> Finding | None:
         f"{stream.workers} times. Its data set has no numbers of rows, so each worker has all of it.",
         "Let `__iter__` of the data set give each worker a part: `info = torch.utils.data.get_worker_info()`, and "
         "`islice(rows, info.id, None, info.num_workers)`.",
+        [stream.place],
+    )
+
+
+def _finding_of_rows(stream: _Stream, ranks: int, common: int, count: int) -> Finding | None:
+    return finding(
+        "same-rows",
+        f"Of the first {count} rows that each of {ranks} ranks gets from the loader at {stream.place}, {common} are "
+        "the same on all of them: the parts that its data set gives to ranks and workers overlap.",
+        "Give each worker of each rank a part of its own, with the same step for all: `islice(rows, rank * workers + "
+        "worker, None, ranks * workers)`.",
         [stream.place],
     )
 

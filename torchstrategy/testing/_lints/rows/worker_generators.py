@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import os
 import pickle
@@ -33,6 +34,7 @@ _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.
 _ENTRIES = ("__getitem__", "__getitems__", "__call__", "forward")  # what a worker calls, of data sets and transforms
 _NAMED = ("LOAD_ATTR", "LOAD_METHOD")
 _DEEPEST, _MOST, _MOST_OF_ALL = 4, 64, 2000  # how far from the data set, how many parts of a list, and of all
+_OF_THE_PROCESS = frozenset(map(id, (torch, np, random, os, torch.utils.data.get_worker_info)))
 _SECONDS = 5.0  # that a row may take
 
 
@@ -60,7 +62,8 @@ class WorkerGenerators(Lint):
 
     A row is drawn twice in a process of its own, each time from another state of the generator: it has to change, and
     to come out different, since a row that seeds it ends with the same state. Loaders that do not shuffle are left
-    alone: some programs want each evaluation to draw the same. So are those with a `worker_init_fn`.
+    alone: some programs want each evaluation to draw the same. So are those with a `worker_init_fn` that may seed what
+    the data set has, and not only the generators that each process has anyway.
     """
 
     def __init__(self) -> None:
@@ -69,7 +72,7 @@ class WorkerGenerators(Lint):
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
-        if not loader.num_workers or loader.worker_init_fn is not None or _is_in_order(loader) or facts.rank > 0:
+        if not loader.num_workers or _may_seed(loader.worker_init_fn) or _is_in_order(loader) or facts.rank > 0:
             return
         known = self._by_loader.setdefault(loader, {})
         if known and loader.persistent_workers:
@@ -88,6 +91,23 @@ class WorkerGenerators(Lint):
     def findings(self) -> list[Finding | None]:
         found = {(seen.opened_at, seen.name): seen for seen in self._all if _is_wrong(seen)}
         return [_finding(seen) for seen in found.values()]
+
+
+def _may_seed(init: Any) -> bool:
+    """Whether a `worker_init_fn` may change the data set of its worker; None changes nothing.
+
+    It does not if it asks nobody but torch, NumPy and Python, and for no data set: it seeds the generators then that
+    each process has anyway.
+    """
+    if init is None:
+        return False
+    if not isinstance(init, FunctionType) or init.__closure__:
+        return True
+    instructions = list(_instructions_of(init.__code__))
+    known = {**vars(builtins), **init.__globals__}
+    asked_of = [known.get(str(one.argval)) for one in instructions if one.opname == "LOAD_GLOBAL"]
+    are_known = all(isinstance(one, (int, str, type)) or id(one) in _OF_THE_PROCESS for one in asked_of)
+    return not are_known or any(one.argval == "dataset" for one in instructions)
 
 
 def _is_wrong(seen: _Seen) -> bool:

@@ -68,7 +68,10 @@ class Backwards:
             is_plain = not args and not kwargs.get("create_graph") and len(losses) == 1
             are_of_parameters = len(parameters) > 1 and all(_is_tensor(one) and one.is_leaf for one in parameters)
             if self._here.depth or self._has_optimizers() or not is_plain or not are_of_parameters:
-                return grad(outputs, inputs, *args, **kwargs)
+                gradients = grad(outputs, inputs, *args, **kwargs)
+                if kwargs.get("create_graph") and not self._here.depth:
+                    self._telling.saw("differentiated", losses, listed(gradients))
+                return gradients
             with self._going_back(losses, not kwargs.get("retain_graph")) as call:
                 gradients = grad(outputs, inputs, *args, **kwargs)
             if call is not None:

@@ -36,6 +36,7 @@ class Models:
         self._telling = telling
         self._late = late
         self._here = _Here()
+        self._lock = threading.Lock()
         self._watches_sharding = False
 
     def replaced(self) -> Replaced:
@@ -55,9 +56,12 @@ class Models:
     def watch_sharding(self) -> None:
         """Watches `fully_shard` from the first event on after the program has imported it: its import is slow."""
         kind = None if self._watches_sharding else sharded_parameter_class()
-        if kind is not None and self._late.is_open:
-            self._watches_sharding = True
-            self._late.replace(kind, "__init__", self._sharding(kind.__init__))
+        if kind is None or not self._late.is_open:
+            return
+        with self._lock:  # threads that are no ranks may come here at once
+            if not self._watches_sharding:
+                self._watches_sharding = True
+                self._late.replace(kind, "__init__", self._sharding(kind.__init__))
 
     def _made(self, wrapped: Any, *_: Any, **__: Any) -> None:
         self._telling.tell("made", wrapped)
@@ -86,7 +90,7 @@ class Models:
             nothing: dict[tuple[str, str], Any] = {}
             state = asked(functools.partial(state_of, replicas[0]), nothing)
             results = run(parallel, replicas, *args, **kwargs)
-            self._telling.saw("ran_replicas", replicas[0], state)
+            self._telling.saw("ran_replicas", replicas, state)
             return results
 
         return told

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, final
 
@@ -22,6 +24,9 @@ from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint
 
 _ENOUGH = 2  # calls
+_MOST_CLASSES = 64  # whose sources are kept
+# With these a buffer keeps a part of what it was.
+_ADDING = ("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "index_add_", "scatter_add_")
 State = dict[tuple[str, str], Any]
 """What replicas hold, by the name of the module in them and the name of the attribute."""
 
@@ -37,39 +42,60 @@ class ThrownReplicas(Lint):
     """Compares what replicas hold after they have run with what they held before.
 
     Counts, such as `self.steps += 1`, and buffers that are replaced, as by `self.mean = 0.9 * self.mean + ...`. What a
-    module writes and reads in one call is nobody's loss.
+    module writes and reads in one call is nobody's loss. A buffer of the first device that is written in place is that
+    of the model, and keeps what the rows of this device have added; what those of the others have added is lost.
     """
 
     def __init__(self) -> None:
         self._lost: Counter[_Lost] = Counter()
+        self._lost_in_part: Counter[_Lost] = Counter()
 
     @override
-    def ran_replicas(self, facts: Facts, replica: nn.Module, before: State) -> None:
-        modules = dict(modules_in(replica))
+    def ran_replicas(self, facts: Facts, replicas: Sequence[nn.Module], before: State) -> None:
+        modules, other = dict(modules_in(replicas[0])), state_of(replicas[1])
         place = here()
-        for (prefix, name), value in state_of(replica).items():
-            old = before.get((prefix, name))
-            if old is not None and _is_other(value, old) and _counts_on(modules[prefix], name):
-                self._lost[_Lost(type(modules[prefix]).__name__, name, place)] += 1
+        for (prefix, name), value in state_of(replicas[0]).items():
+            old, kind = before.get((prefix, name)), type(modules[prefix])
+            lost = _Lost(kind.__name__, name, place)
+            if old is not None and _is_other(value, old) and _counts_on(kind, name):
+                self._lost[lost] += 1
+            elif value is old and _adds_in_place(kind, name) and _have_parted(value, other.get((prefix, name))):
+                self._lost_in_part[lost] += 1
 
     @override
     def findings(self) -> list[Finding | None]:
-        by_place: dict[Place, list[_Lost]] = {}
-        for lost, times in self._lost.items():
-            if times >= _ENOUGH:
-                by_place.setdefault(lost.called_at, []).append(lost)
         return [
             finding(
                 "written-on-a-replica",
                 f"`nn.DataParallel` ({place}) runs replicas of the model, and throws them away after each call. With "
-                f"them goes what they write on themselves: {some([f'{one.kind}.{one.name}' for one in those])}. It has "
-                "its first value again in the next call.",
+                f"them goes what they write on themselves: {names}. It has its first value again in the next call.",
                 "Write it outside of the model, before the call; or `buffer.add_(1)` in place, which the first device "
                 "keeps.",
                 [place],
             )
-            for place, those in by_place.items()
+            for place, names in _named(self._lost)
+        ] + [
+            finding(
+                "written-on-a-replica",
+                f"`nn.DataParallel` ({place}) runs replicas of the model, and throws them away after each call. Of "
+                f"what they add to {names}, the model keeps what the rows of the first device say; that of the others "
+                "is lost.",
+                "Return from `forward` what is added, and add it outside, where the results of all devices are "
+                "together; or use `DistributedDataParallel`, and reduce it.",
+                [place],
+            )
+            for place, names in _named(self._lost_in_part)
         ]
+
+
+def _named(counts: Counter[_Lost]) -> Iterator[tuple[Place, str]]:
+    """The places of calls, and the names of what was lost there in several of them."""
+    by_place: dict[Place, list[str]] = {}
+    for lost, times in counts.items():
+        if times >= _ENOUGH:
+            by_place.setdefault(lost.called_at, []).append(f"{lost.kind}.{lost.name}")
+    for place, names in by_place.items():
+        yield place, some(names)
 
 
 def state_of(replica: nn.Module) -> State:
@@ -81,14 +107,33 @@ def state_of(replica: nn.Module) -> State:
     return found
 
 
-def _counts_on(module: nn.Module, name: str) -> bool:
-    """Whether the class of a module computes an attribute from its own value, and nowhere sets it anew in a call."""
-    with suppress(OSError, TypeError, SyntaxError):  # it has no source
-        made = ast.parse(textwrap.dedent(inspect.getsource(type(module))))
+def _counts_on(kind: type, name: str) -> bool:
+    """Whether a class of modules computes an attribute from its own value, and nowhere sets it anew in a call."""
+    kinds = {_kind(node, name) for node in _nodes_of(kind)}
+    return "counts" in kinds and "sets" not in kinds
+
+
+def _adds_in_place(kind: type, name: str) -> bool:
+    """Whether a class of modules writes on an attribute in place, and keeps a part of what it was."""
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in _ADDING
+        and any(_is_own(one, name) for one in ast.walk(node.func.value))
+        for node in _nodes_of(kind)
+    )
+
+
+@functools.lru_cache(_MOST_CLASSES)
+def _nodes_of(kind: type) -> list[ast.AST]:
+    """What the methods of a class are made of, but for `__init__`; nothing of one that has no source, or is torch's."""
+    if kind.__module__.partition(".")[0] == "torch":  # batch norm keeps the statistics of the first device, as is said
+        return []
+    with suppress(OSError, TypeError, SyntaxError):
+        made = ast.parse(textwrap.dedent(inspect.getsource(kind)))
         methods = [one for one in ast.walk(made) if isinstance(one, ast.FunctionDef) and one.name != "__init__"]
-        kinds = {_kind(one, name) for method in methods for one in ast.walk(method)}
-        return "counts" in kinds and "sets" not in kinds
-    return False
+        return [node for method in methods for node in ast.walk(method)]
+    return []
 
 
 def _kind(node: ast.AST, name: str) -> str | None:
@@ -107,6 +152,13 @@ def _is_own(node: ast.AST, name: str) -> bool:
         and isinstance(node.value, ast.Name)
         and node.value.id == "self"
     )
+
+
+def _have_parted(value: Any, other: Any) -> bool:
+    """Whether a buffer of floating-point numbers is another one on another device."""
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor) or not value.is_floating_point():
+        return False
+    return fingerprint(value) != fingerprint(other)
 
 
 def _is_other(value: Any, old: Any) -> bool:
