@@ -24,6 +24,7 @@ import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -2110,6 +2111,29 @@ def average_has_no_statistics(rank: int, is_right: bool) -> None:
                 mine.copy_(its)
     with torch.no_grad():
         average(next(rows_of(1)))
+
+
+@pair("statistics-not-averaged", has_ranks=False)
+def functional_training_throws_statistics_away(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model(nn.BatchNorm1d(8))
+    parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
+    buffers = {name: one.clone() for name, one in model.named_buffers()}
+
+    def loss_of(
+        parameters: dict[str, torch.Tensor], rows: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        state = {name: one.clone() for name, one in buffers.items()}
+        return functional_call(model, {**parameters, **state}, rows).square().mean(), state
+
+    for rows in rows_of(rank, 8, rows=32):
+        gradients, state = torch.func.grad(loss_of, has_aux=True)(parameters, rows)
+        parameters = {name: one - 0.1 * gradients[name] for name, one in parameters.items()}
+        if is_right:
+            buffers = state
+    model.eval()
+    with torch.no_grad():
+        functional_call(model, {**parameters, **buffers}, next(rows_of(1)))
 
 
 @pair("statistics-not-averaged", needs_device=True)
