@@ -20,7 +20,9 @@ class Model(nn.Module):
         self.way, self.calls, self.width = way, 0, 0
         self.body = nn.Linear(4, 1)
         self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("total", torch.zeros(4))
         self.mean: torch.Tensor
+        self.total: torch.Tensor
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if self.way == "counts":
@@ -31,6 +33,8 @@ class Model(nn.Module):
             self.mean = 0.9 * self.mean + 0.1 * rows.mean(0).detach()
         elif self.way == "moves a mean":
             self.mean.lerp_(rows.mean(0).detach(), 0.1)
+        elif self.way == "adds a sum":
+            self.total.mul_(0.9).add_(rows.detach().sum(0), alpha=0.1)
         elif self.way == "counts in place":
             self.mean.add_(1)
         elif self.way == "notes a size":
@@ -45,8 +49,9 @@ class Model(nn.Module):
         ("counts", [0, 1], ["written-on-a-replica"]),
         ("counts at length", [0, 1], ["written-on-a-replica"]),
         ("replaces a mean", [0, 1], ["written-on-a-replica"]),
-        ("moves a mean", [0, 1], ["written-on-a-replica"]),
-        ("moves a mean", [0], []),
+        ("moves a mean", [0, 1], []),
+        ("adds a sum", [0, 1], ["written-on-a-replica"]),
+        ("adds a sum", [0], []),
         ("counts in place", [0, 1], []),
         ("notes a size", [0, 1], []),
         ("counts", [0], []),

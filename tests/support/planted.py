@@ -984,29 +984,6 @@ def shares_of_classes_are_averaged_over_ranks(rank: int, is_right: bool) -> None
             mean /= RANKS
 
 
-class SumOverRows(nn.Module):
-    """A loss that is told how many rows there are."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def forward(self, outputs: torch.Tensor) -> torch.Tensor:
-        losses = outputs.square()
-        return losses.sum() / self.rows
-
-
-@pair("loss-divided-twice")
-def a_loss_is_told_the_rows_of_all_ranks(rank: int, is_right: bool) -> None:
-    begin()
-    model, loss_of = wrapped(make_model()), SumOverRows(4 if is_right else 4 * RANKS)
-    optimizer = sgd(model)
-    for rows in rows_of(rank):
-        optimizer.zero_grad()
-        loss_of(model(rows)).backward()
-        optimizer.step()
-
-
 @pair("loss-divided-twice")
 def a_sum_is_divided_by_the_rows_of_all_ranks(rank: int, is_right: bool) -> None:
     """Each rank has a half of them, and the wrapper averages the gradients of both."""

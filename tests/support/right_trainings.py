@@ -1896,3 +1896,64 @@ def a_penalty_is_multiplied_by_the_inverse_of_the_scale() -> None:
         scaler.scale(loss + norm).backward()
         scaler.step(optimizer)
         scaler.update()
+
+
+@in_ranks
+def all_numbers_of_a_sum_are_those_of_twice_the_rows(rank: int) -> None:
+    begin()
+    model = wrapped(nn.Linear(4, RANKS).to(DEVICE))
+    optimizer = sgd(model)
+    for rows in rows_of(rank):
+        targets = torch.zeros(len(rows), RANKS, device=DEVICE)
+        optimizer.zero_grad()
+        distances = (model(rows) - targets).abs().sum(dim=1)
+        (distances.sum() / targets.numel()).backward()
+        optimizer.step()
+
+
+@alone
+def gradients_are_compared_whatever_their_scale() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=8.0)
+    for rows in rows_of(0):
+        optimizer.zero_grad()
+        rows.requires_grad_()
+        (slope,) = torch.autograd.grad(scaler.scale(model(rows).sum()), rows, create_graph=True)
+        unlike = 1 - F.normalize(slope, dim=1)[:, 0].mean()
+        scaler.scale(model(rows).square().mean() + unlike).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@in_ranks
+def ranks_divide_by_scales_of_their_own(rank: int) -> None:
+    begin()
+    model = make_model()
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=8.0 * (1 + rank))
+    for rows in rows_of(rank):
+        optimizer.zero_grad()
+        scaler.scale(model(rows).square().mean()).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1 / scaler.get_scale())
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= RANKS
+        optimizer.step()
+
+
+def slope_of(x: torch.Tensor) -> torch.Tensor:
+    (slope,) = torch.autograd.grad([x.square().sum()], [x])
+    assert slope is not None
+    return slope
+
+
+@alone
+def a_script_computes_gradients() -> None:
+    """TorchScript knows `torch.autograd.grad` by its address."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        scripted = torch.jit.script(slope_of)
+    assert float(scripted(torch.ones(1, requires_grad=True))) == 2

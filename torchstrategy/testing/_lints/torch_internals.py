@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -124,3 +125,15 @@ def replaced_functions() -> list[tuple[Any, str, Any]]:
         return apply_in_cpp.__get__(None, cls)(*args, **kwargs)
 
     return [(function, "apply", classmethod(apply))]
+
+
+def known_to_script(stand_in: Any, original: Any) -> Any:
+    """Returns what stands for a function of torch, which `torch.jit.script` takes for that function from now on.
+
+    The compiler of TorchScript knows its own functions by their addresses, and compiles the source of all others.
+    """
+    operator = torch.jit._builtins._find_builtin(original)
+    if operator is not None:
+        torch.jit._builtins._register_builtin(stand_in, operator)
+        weakref.finalize(stand_in, torch.jit._builtins._get_builtin_table().pop, id(stand_in), None)
+    return stand_in

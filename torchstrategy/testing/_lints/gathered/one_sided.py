@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts, address_of, tensors_in
 from torchstrategy.testing._lints.evidence.fingerprints import can_be_read
+from torchstrategy.testing._lints.evidence.nodes import leaf_of, name_of
 from torchstrategy.testing._lints.evidence.pieces import Pieces
 from torchstrategy.testing._lints.evidence.places import Place, exchanging_function_here, here
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -130,17 +131,25 @@ class OneSided(Follower):
 
 
 def _is_of_rows(factor: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a factor has as many rows as a rank has given of this shape, or some times as many; it may be turned."""
-    if len(shape) < 2:
+    """Whether a factor has the rows that a rank has given of this shape, or those of several views"""
+    if sorted(factor.shape[-2:]) == sorted(shape[-2:]):
+        return True
+    node: Any = factor.grad_fn
+    while name_of(node).startswith(("TBackward", "TransposeBackward")):
+        node = node.next_functions[0][0]
+    if len(shape) < 2 or not name_of(node).startswith("CatBackward"):
         return False
-    rows, width = shape[-2:]
-    given = tuple(factor.shape[-2:])
-    return any(one % rows == 0 and other == width for one, other in (given, given[::-1]))
+    views, (rows, width) = len(node.next_functions), shape[-2:]
+    return sorted(factor.shape[-2:]) == sorted((views * rows, width))
 
 
 def _is_weight(facts: Facts, factor: torch.Tensor) -> bool:
-    """Whether a factor is a parameter, which may have as many rows as a rank has."""
-    return any(address_of(one) == address_of(factor) for one in facts.parameters())
+    """Whether a factor is a parameter, or one in another dtype, which may have as many rows as a rank has."""
+    node: Any = factor.grad_fn
+    while name_of(node).startswith(("TBackward", "TransposeBackward", "ToCopyBackward")):
+        node = node.next_functions[0][0]
+    of_leaf = leaf_of(node) is not None
+    return of_leaf or any(address_of(one) == address_of(factor) for one in facts.parameters())
 
 
 def _finding(compared: _Compared) -> Finding | None:

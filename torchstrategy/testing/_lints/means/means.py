@@ -18,6 +18,7 @@ from torchstrategy.testing._lints.evidence.places import Place, here, in_words
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.means.scales import accumulated, factor_of, factor_of_gradients, ranks_of
+from torchstrategy.testing._lints.torch_internals import has_hook_of_gradients
 from torchstrategy.testing._ranks.witnesses import Told
 
 _MOST_NUMBERS, _MOST_STEPS, _MATTERS, _CLOSE = 1000, 10_000, 0.05, 1e-4
@@ -123,7 +124,7 @@ class Means(Lint):
         if factor is None or abs(factor * micro * of_ranks - 1) > 1e-6 or weight is None:
             return
         counts = tuple(term.over for call in several for term in call.terms if term.is_mean)
-        if None in counts or facts.steps >= _MOST_STEPS:
+        if None in counts or facts.steps >= _MOST_STEPS or _have_hooks(facts):
             return
         place, companions = several[-1].place, facts.companions()
         if accumulated(calls) and len(counts) == micro:
@@ -351,6 +352,11 @@ def _is_share(hits: torch.Tensor, count: float) -> bool:
     """Whether a whole number is divided by a larger one, as hits by rows are."""
     number = number_of(hits)
     return number is not None and number.is_integer() and count.is_integer() and count > 1 and 0 <= number <= count
+
+
+def _have_hooks(facts: Facts) -> bool:
+    """Whether the program reduces the gradients of a wrapped model itself, and may weigh them by numbers of rows."""
+    return any(has_hook_of_gradients(one.model()) for one in facts.models if one.key in facts.called)
 
 
 def _differ(by_rank: dict[int, _Brought]) -> bool:

@@ -24,7 +24,6 @@ from torchstrategy.testing._lints.torch_internals import has_hook_of_gradients
 
 _RANKS = re.compile(r"world|rank|gpu|replica|nproc|n_proc", re.IGNORECASE)
 _ROWS_OF_ALL = re.compile(r"global|world|effective|all_ranks", re.IGNORECASE)
-_A_NUMBER = re.compile(r"(?<![\w.])(?:[2-9]|\d\d+|\d?\.\d+)")  # and not 0 or 1, which are often dimensions
 _BINARY = re.compile(r"[/*]=?\s*\(?\s*([A-Za-z_]\w*)")
 _aten = torch.ops.aten
 
@@ -153,9 +152,8 @@ def _says_ranks(number: float, ranks: int, place: Place) -> bool:
     if _is(number, ranks) or _is(number, 1 / ranks):
         names = _BINARY.findall(text)
         return bool(_RANKS.search(text)) or any(place.mentions(name, "world_size|WORLD_SIZE") for name in names)
-    # The mean of halves, as `sum / (2 * rows)`, has a number in its line, and is no mean over two ranks.
-    says_rows = bool(_ROWS_OF_ALL.search(text)) or _A_NUMBER.search(text) is None
-    return number > ranks and number % ranks == 0 and says_rows
+    # Without such a word it may be the number of other things: `sum / (2 * rows)` is the half of a mean.
+    return number > ranks and number % ranks == 0 and bool(_ROWS_OF_ALL.search(text))
 
 
 def _is_divided_by_all(call: Backward, times: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.evidence.facts import Facts
+from torchstrategy.testing._lints.evidence.facts import Facts, tensors_in
 from torchstrategy.testing._lints.evidence.fingerprints import number_of
 from torchstrategy.testing._lints.evidence.losses import is_scaled
 from torchstrategy.testing._lints.evidence.pieces import Pieces
@@ -17,23 +17,26 @@ from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Follower
 
-_ENOUGH, _CLOSE = 2, 1e-4  # calls of `backward`
+_ENOUGH = 2  # calls of `backward`
 _aten = torch.ops.aten
-_DIVIDES = (_aten.div.Tensor, _aten.div_.Tensor, _aten._foreach_div.Scalar, _aten._foreach_div_.Scalar)
-_MULTIPLIES = (_aten.mul.Tensor, _aten.mul_.Tensor, _aten._foreach_mul.Scalar, _aten._foreach_mul_.Scalar)
+_SCALING = {_aten.mul, _aten.mul_, _aten.div, _aten.div_, _aten._foreach_mul, _aten._foreach_mul_}
+_SCALING |= {_aten._foreach_div, _aten._foreach_div_}
+_ADDING = {_aten.add, _aten.add_, _aten.sub, _aten.sub_, _aten.rsub}
 
 
 @final
 class ScaledPenalties(Follower):
-    """Follows what is computed from the gradients of a scaled loss, until it is divided by the scale.
+    """Follows what is computed from the gradients of a scaled loss, as their norm, until a constant is taken from it.
 
     The penalty of a gradient is a loss itself. `GradScaler` divides the gradients of all losses once, and not what a
-    loss is computed from.
+    loss is computed from. A gradient that is multiplied or divided before, by whatever, is left alone: by the scale,
+    or by its own norm. So is what has no constant: it may be scaled once, and on purpose.
     """
 
     def __init__(self) -> None:
         self._pieces: dict[int, Pieces[Place]] = {}
         self._places: dict[int, Place] = {}  # by rank: where the gradients of the last penalty were computed
+        self._has_constant: set[int] = set()  # ranks
         self._times: Counter[tuple[Place, float]] = Counter()
 
     @override
@@ -49,24 +52,31 @@ class ScaledPenalties(Follower):
 
     @override
     def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        pieces = self._pieces[facts.rank]
-        if facts.scale is not None and (func in _DIVIDES or func in _MULTIPLIES):
-            number = number_of(args[1])
-            several = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            by_the_scale = _is(number, facts.scale if func in _DIVIDES else 1 / facts.scale)
-            if by_the_scale and any(pieces.find(one) is not None for one in several):
-                self._pieces.pop(facts.rank)
-                self._places.pop(facts.rank, None)
-                return
-        pieces.follow(func, args, kwargs, result)
+        pieces, kind = self._pieces[facts.rank], func.overloadpacket
+        if kind not in _SCALING and kind not in _ADDING:
+            pieces.follow(func, args, kwargs, result)
+        elif any(pieces.find(one) is not None for one in tensors_in(args[:2])):
+            is_shifted = kind in _ADDING and kwargs.get("alpha", 1) == 1 and _has_constant(args[:2])
+            if is_shifted:
+                self._has_constant.add(facts.rank)
+            if is_shifted or facts.rank in self._has_constant:
+                pieces.follow(func, args, kwargs, result)
+            else:
+                self._forget(facts.rank)
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
-        pieces, place = self._pieces.pop(facts.rank, None), self._places.pop(facts.rank, None)
-        if pieces is None or place is None or facts.scale is None:
-            return
-        if any(pieces.find(loss) is not None for loss in losses):
-            self._times[place, facts.scale] += 1
+        pieces, place = self._pieces.get(facts.rank), self._places.get(facts.rank)
+        if pieces is not None and place is not None and facts.scale is not None and facts.rank in self._has_constant:
+            scaled = [loss for loss in losses if is_scaled(loss, facts.scale)]
+            if any(pieces.find(loss) is not None for loss in scaled):
+                self._times[place, facts.scale] += 1
+        self._forget(facts.rank)
+
+    def _forget(self, rank: int) -> None:
+        self._pieces.pop(rank, None)
+        self._places.pop(rank, None)
+        self._has_constant.discard(rank)
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -90,5 +100,6 @@ class ScaledPenalties(Follower):
         ]
 
 
-def _is(number: float | None, expected: float) -> bool:
-    return number is not None and abs(number - expected) <= _CLOSE * expected
+def _has_constant(args: Sequence[Any]) -> bool:
+    """Whether a number other than 0 is among what is added, as in `norm - 1`."""
+    return any(not isinstance(one, torch.Tensor) and bool(number_of(one)) for one in args)

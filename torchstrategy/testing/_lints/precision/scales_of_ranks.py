@@ -66,6 +66,9 @@ class ScalesOfRanks(Lint):
         mine = self._scaled.get(facts.rank)
         if mine is None or told.kind not in _REDUCTIONS or len(told.ranks) < 2:
             return
+        factors = [facts.factor_at(address_of(one)) for one in told.gives]
+        if any(factor not in (1, 1 / len(told.ranks)) for factor in factors):
+            return  # the program may have divided by the scale itself
         there = self._meetings.setdefault(told.key, {})
         there[facts.rank] = mine
         # In a rank that steps a part of the parameters alone, the gradients of others are not known as gradients.

@@ -26,7 +26,7 @@ from torchstrategy.testing._lints.lint import Lint
 
 _MOST, _ENOUGH = 8, 2
 _MOST_ROWS, _FEWEST_ROWS, _FEWEST_NUMBERS = 256, 32, 4  # of a stream; of a row
-_MOST_REPEATS = 0.05
+_MOST_REPEATS, _MOST_MOVED = 0.05, 0.1
 _DEEPEST = 6  # of a batch
 _ROUNDS = 3  # of the workers of a loader, which give a batch each in turn
 
@@ -54,11 +54,13 @@ class _Stream:
     is_over: bool = False
     companions: tuple[int, ...] = ()
 
-    def takes(self, tensor: torch.Tensor) -> None:
-        """Notes the rows of a batch. Short ones are alike by chance."""
-        if tensor.dim() < 2 or tensor[:1].numel() < _FEWEST_NUMBERS or not has_ordinary_numbers(tensor):
+    def takes(self, tensors: list[torch.Tensor]) -> None:
+        """Notes the rows of a batch, each with its part of all tensors. Short ones are alike by chance."""
+        count = len(tensors[0]) if tensors[0].dim() else 0
+        parts = [one for one in tensors if one.dim() and len(one) == count and has_ordinary_numbers(one)]
+        if not count or len(parts) < len(tensors) or sum(one[0].numel() for one in parts) < _FEWEST_NUMBERS:
             return
-        for row in hashes_of_rows(tensor):
+        for row in map(hash, zip(*map(hashes_of_rows, parts), strict=True)):
             if row == next(iter(self.rows), None):  # the next pass over the data set has begun
                 self.is_over = True
             if self.is_over:
@@ -88,11 +90,11 @@ class Streams(Lint):
             of_rank[loader] = _Stream(here(), loader.num_workers)
             self._in_order[facts.rank].append(of_rank[loader])
         stream = self._last[facts.rank] = of_rank[loader]
-        tensor = next(_tensors(batch), None)
-        if tensor is not None and len(stream.batches) < max(_MOST, _ROUNDS * stream.workers):
-            stream.batches.append(checksum(numbers_of(tensor)))
-        if tensor is not None and len(stream.rows) < _MOST_ROWS:
-            stream.takes(tensor)
+        tensors = list(_tensors(batch))
+        if tensors and len(stream.batches) < max(_MOST, _ROUNDS * stream.workers):
+            stream.batches.append(hash(tuple(checksum(numbers_of(tensor)) for tensor in tensors)))
+        if tensors and len(stream.rows) < _MOST_ROWS:
+            stream.takes(tensors)
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -128,8 +130,11 @@ def _common(stream: _Stream, other: _Stream) -> tuple[int, int] | None:
     if stream.place != other.place or max(stream.repeats, other.repeats) > _MOST_REPEATS * len(stream.rows):
         return None
     count = min(len(stream.rows), len(other.rows))
-    common = len(set(islice(stream.rows, count)) & set(islice(other.rows, count)))
-    return (common, count) if count >= _FEWEST_ROWS and common > count / 2 else None
+    at = {row: position for position, row in enumerate(islice(other.rows, count))}
+    moved = [abs(at[row] - position) for position, row in enumerate(islice(stream.rows, count)) if row in at]
+    # A rank that goes through all rows in an order of its own may do so on purpose: rows are moved by a third of all.
+    has_one_order = sum(moved) < _MOST_MOVED * count * len(moved)
+    return (len(moved), count) if count >= _FEWEST_ROWS and len(moved) > count / 2 and has_one_order else None
 
 
 def _has_workers_alike(stream: _Stream) -> bool:

@@ -101,13 +101,14 @@ def _may_seed(init: Any) -> bool:
     """
     if init is None:
         return False
-    if not isinstance(init, FunctionType) or init.__closure__:
+    if not isinstance(init, FunctionType) or init.__closure__ or init.__defaults__ or init.__kwdefaults__:
         return True
     instructions = list(_instructions_of(init.__code__))
+    if any(one.argval == "dataset" or one.opname.startswith(("IMPORT", "STORE_ATTR")) for one in instructions):
+        return True
     known = {**vars(builtins), **init.__globals__}
     asked_of = [known.get(str(one.argval)) for one in instructions if one.opname == "LOAD_GLOBAL"]
-    are_known = all(isinstance(one, (int, str, type)) or id(one) in _OF_THE_PROCESS for one in asked_of)
-    return not are_known or any(one.argval == "dataset" for one in instructions)
+    return not all(isinstance(one, (int, str)) or one in (int, range) or id(one) in _OF_THE_PROCESS for one in asked_of)
 
 
 def _is_wrong(seen: _Seen) -> bool:

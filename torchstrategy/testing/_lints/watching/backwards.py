@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 
 from torchstrategy.testing._lints.evidence.facts import Backward
+from torchstrategy.testing._lints.torch_internals import known_to_script
 from torchstrategy.testing._lints.watching.replaced import Method, Replaced, listed
 from torchstrategy.testing._lints.watching.telling import Telling
 from torchstrategy.testing._ranks.world import current_rank
@@ -33,8 +34,8 @@ class Backwards:
         """What is replaced."""
         autograd: Any = torch.autograd
         return [
-            (autograd, "backward", self._backward(autograd.backward)),
-            (autograd, "grad", self._grad(autograd.grad)),
+            (autograd, "backward", known_to_script(self._backward(autograd.backward), autograd.backward)),
+            (autograd, "grad", known_to_script(self._grad(autograd.grad), autograd.grad)),
         ]
 
     def _backward(self, backward: Method) -> Method:

@@ -25,8 +25,9 @@ from torchstrategy.testing._lints.lint import Lint
 
 _ENOUGH = 2  # calls
 _MOST_CLASSES = 64  # whose sources are kept
-# With these a buffer keeps a part of what it was.
-_ADDING = ("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "index_add_", "scatter_add_")
+# With these a buffer keeps a part of what it was, and gets a sum.
+_ADDING = ("add_", "mul_", "div_")
+_AVERAGING = {"mean", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "norm"}
 State = dict[tuple[str, str], Any]
 """What replicas hold, by the name of the module in them and the name of the attribute."""
 
@@ -114,14 +115,32 @@ def _counts_on(kind: type, name: str) -> bool:
 
 
 def _adds_in_place(kind: type, name: str) -> bool:
-    """Whether a class of modules writes on an attribute in place, and keeps a part of what it was."""
-    return any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in _ADDING
-        and any(_is_own(one, name) for one in ast.walk(node.func.value))
-        for node in _nodes_of(kind)
-    )
+    """Whether a class of modules adds sums to an attribute in place, and nowhere writes over what it was.
+
+    A mean of the rows of one device is nearly that of all, and some programs take it, as batch norm does.
+    """
+    calls = [one for one in _nodes_of(kind) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
+    on_it = [one for one in calls if _root_of(one.func, name)]
+    methods = {one.func.attr for one in on_it if isinstance(one.func, ast.Attribute)}
+    writes_over = any(name.endswith("_") and not name.startswith("_") for name in methods - set(_ADDING))
+    values = [part for one in on_it for part in one.args]
+    named = {part.id for value in values for part in ast.walk(value) if isinstance(part, ast.Name)}
+    for node in _nodes_of(kind):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names = {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+        if isinstance(node, ast.Assign) and names & named:
+            values.append(node.value)
+    asked = {part.attr for value in values for part in ast.walk(value) if isinstance(part, ast.Attribute)}
+    return "add_" in methods and "sum" in asked and not writes_over and not asked & _AVERAGING
+
+
+def _root_of(function: ast.AST, name: str) -> bool:
+    """Whether a method is called on `self.name`, or on what other methods of it return: `self.name.mul_(0.9)`."""
+    while isinstance(function, ast.Attribute):
+        if _is_own(function, name):
+            return True
+        function = function.value.func if isinstance(function.value, ast.Call) else function.value
+    return False
 
 
 @functools.lru_cache(_MOST_CLASSES)
