@@ -260,21 +260,31 @@ def the_scale_is_updated_between_two_optimizers_of_a_step(rank: int, is_right: b
             scaler.update()
 
 
-@pair("gradient-still-scaled", has_ranks=False)
-def the_penalty_is_one_of_scaled_gradients(rank: int, is_right: bool) -> None:
+LossWithScaler = Callable[[nn.Module, torch.Tensor, torch.amp.GradScaler], torch.Tensor]
+
+
+def fit_with_scaler(rank: int, loss_of: LossWithScaler) -> None:
     torch.manual_seed(0)
     model = make_model()
     optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=8.0)
     for rows in rows_of(rank):
         optimizer.zero_grad()
+        scaler.scale(loss_of(model, rows, scaler)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pair("gradient-still-scaled", has_ranks=False)
+def the_penalty_is_one_of_scaled_gradients(rank: int, is_right: bool) -> None:
+    def loss_of(model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:
         rows.requires_grad_()
         (slope,) = torch.autograd.grad(scaler.scale(model(rows).sum()), rows, create_graph=True)
         if is_right:
             slope = slope / scaler.get_scale()
-        penalty = (slope.norm(dim=1) - 1).square().mean()
-        scaler.scale(model(rows).square().mean() + penalty).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        loss: torch.Tensor = model(rows).square().mean() + (slope.norm(dim=1) - 1).square().mean()
+        return loss
+
+    fit_with_scaler(rank, loss_of)
 
 
 class Distilled(nn.Module):
@@ -2073,21 +2083,26 @@ def attribute_of_the_rate_counts_all_batches(rank: int, is_right: bool) -> None:
     fit_with_lambda(rank, Falling, is_right)
 
 
-@pair("statistics-not-averaged", has_ranks=False)
-def average_has_no_statistics(rank: int, is_right: bool) -> None:
-    torch.manual_seed(0)
-    model = make_model(nn.BatchNorm1d(8))
-    average = copy.deepcopy(model).eval().requires_grad_(False)
+def average_without_statistics(rank: int, own: nn.Module, model: nn.Module, is_right: bool) -> None:
+    """Trains a model, which is `own` or a wrapper of it, and evaluates an average of it."""
+    average = copy.deepcopy(own).eval().requires_grad_(False)
     optimizer = sgd(model)
     for rows in rows_of(rank, rows=32):
         fit(model, optimizer, iter([rows]))
-        for mine, its in zip(average.parameters(), model.parameters(), strict=True):
+        for mine, its in zip(average.parameters(), own.parameters(), strict=True):
             mine.lerp_(its.detach(), 0.1)
-        for mine, its in zip(average.buffers(), model.buffers(), strict=True):
+        for mine, its in zip(average.buffers(), own.buffers(), strict=True):
             if is_right:
                 mine.copy_(its)
     with torch.no_grad():
         average(next(rows_of(1)))
+
+
+@pair("statistics-not-averaged", has_ranks=False)
+def average_has_no_statistics(rank: int, is_right: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model(nn.BatchNorm1d(8))
+    average_without_statistics(rank, model, model, is_right)
 
 
 @pair("statistics-not-averaged", has_ranks=False)
@@ -2117,17 +2132,7 @@ def functional_training_throws_statistics_away(rank: int, is_right: bool) -> Non
 def average_has_no_statistics_of_all_ranks(rank: int, is_right: bool) -> None:
     begin()
     own = nn.SyncBatchNorm.convert_sync_batchnorm(make_model(nn.BatchNorm1d(8)))
-    average, model = copy.deepcopy(own).eval().requires_grad_(False), wrapped(own)
-    optimizer = sgd(model)
-    for rows in rows_of(rank, rows=32):
-        fit(model, optimizer, iter([rows]))
-        for mine, its in zip(average.parameters(), own.parameters(), strict=True):
-            mine.lerp_(its.detach(), 0.1)
-        for mine, its in zip(average.buffers(), own.buffers(), strict=True):
-            if is_right:
-                mine.copy_(its)
-    with torch.no_grad():
-        average(next(rows_of(1)))
+    average_without_statistics(rank, own, wrapped(own), is_right)
 
 
 def fit_and_average(rank: int, update: Callable[[torch.Tensor, torch.Tensor], object], is_right: bool) -> None:

@@ -48,6 +48,7 @@ from planted import (
     fit_and_evaluate,
     fit_by_tokens,
     fit_epochs,
+    fit_with_scaler,
     make_model,
     name_of_a_file,
     reducer_of,
@@ -1869,33 +1870,25 @@ def ranks_have_almost_as_many_tokens(rank: int) -> None:
 
 @alone
 def a_penalty_is_one_of_gradients_of_the_loss_itself() -> None:
-    torch.manual_seed(0)
-    model = make_model()
-    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=8.0)
-    for rows in rows_of(0):
-        optimizer.zero_grad()
+    def loss_of(model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:
         rows.requires_grad_()
         (slope,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
-        scaler.scale(model(rows).square().mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        loss: torch.Tensor = model(rows).square().mean() + (slope.norm(dim=1) - 1).square().mean()
+        return loss
+
+    fit_with_scaler(0, loss_of)
 
 
 @alone
 def a_penalty_is_multiplied_by_the_inverse_of_the_scale() -> None:
-    torch.manual_seed(0)
-    model = make_model()
-    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=8.0)
-    parameters = list(model.parameters())
-    for rows in rows_of(0):
-        optimizer.zero_grad()
-        loss = model(rows).square().mean()
+    def loss_of(model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:
+        loss: torch.Tensor = model(rows).square().mean()
         inverse = 1.0 / scaler.get_scale()
-        gradients = torch.autograd.grad(scaler.scale(loss), parameters, create_graph=True)
-        norm = sum(((one * inverse).square().sum() for one in gradients), torch.zeros((), device=DEVICE)).sqrt()
-        scaler.scale(loss + norm).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        gradients = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
+        squared = sum(((one * inverse).square().sum() for one in gradients), torch.zeros((), device=DEVICE))
+        return loss + squared.sqrt()
+
+    fit_with_scaler(0, loss_of)
 
 
 @in_ranks
@@ -1913,17 +1906,14 @@ def all_numbers_of_a_sum_are_those_of_twice_the_rows(rank: int) -> None:
 
 @alone
 def gradients_are_compared_whatever_their_scale() -> None:
-    torch.manual_seed(0)
-    model = make_model()
-    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=8.0)
-    for rows in rows_of(0):
-        optimizer.zero_grad()
+    def loss_of(model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:
         rows.requires_grad_()
         (slope,) = torch.autograd.grad(scaler.scale(model(rows).sum()), rows, create_graph=True)
         unlike = 1 - F.normalize(slope, dim=1)[:, 0].mean()
-        scaler.scale(model(rows).square().mean() + unlike).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        loss: torch.Tensor = model(rows).square().mean() + unlike
+        return loss
+
+    fit_with_scaler(0, loss_of)
 
 
 @in_ranks

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts, address_of, tensors_in
 from torchstrategy.testing._lints.evidence.fingerprints import can_be_read
-from torchstrategy.testing._lints.evidence.nodes import leaf_of, name_of
+from torchstrategy.testing._lints.evidence.nodes import leaf_of, name_of, node_behind
 from torchstrategy.testing._lints.evidence.pieces import Pieces
 from torchstrategy.testing._lints.evidence.places import Place, exchanging_function_here, here
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -21,6 +21,7 @@ from torchstrategy.testing._ranks.witnesses import Told
 _ENOUGH = 2  # backward passes
 _aten = torch.ops.aten
 _PUTTING = (_aten.cat.default, _aten.stack.default, _aten.copy_.default)  # which put rows beside others
+_TURNING = ("TBackward", "TransposeBackward")
 # Each with the positions of the two factors.
 _PRODUCTS = {_aten.mm.default: (0, 1), _aten.bmm.default: (0, 1), _aten.addmm.default: (1, 2)}
 
@@ -131,12 +132,10 @@ class OneSided(Follower):
 
 
 def _is_of_rows(factor: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a factor has the rows that a rank has given of this shape, or those of several views"""
+    """Whether a factor has the rows that a rank has given of this shape, or such rows of several views."""
     if sorted(factor.shape[-2:]) == sorted(shape[-2:]):
         return True
-    node: Any = factor.grad_fn
-    while name_of(node).startswith(("TBackward", "TransposeBackward")):
-        node = node.next_functions[0][0]
+    node = node_behind(factor.grad_fn, _TURNING)
     if len(shape) < 2 or not name_of(node).startswith("CatBackward"):
         return False
     views, (rows, width) = len(node.next_functions), shape[-2:]
@@ -145,10 +144,7 @@ def _is_of_rows(factor: torch.Tensor, shape: tuple[int, ...]) -> bool:
 
 def _is_weight(facts: Facts, factor: torch.Tensor) -> bool:
     """Whether a factor is a parameter, or one in another dtype, which may have as many rows as a rank has."""
-    node: Any = factor.grad_fn
-    while name_of(node).startswith(("TBackward", "TransposeBackward", "ToCopyBackward")):
-        node = node.next_functions[0][0]
-    of_leaf = leaf_of(node) is not None
+    of_leaf = leaf_of(node_behind(factor.grad_fn, (*_TURNING, "ToCopyBackward"))) is not None
     return of_leaf or any(address_of(one) == address_of(factor) for one in facts.parameters())
 
 

@@ -62,9 +62,13 @@ class Averages(Lint):
 
     def _synchronizes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """`SyncBatchNorm` computes its statistics of those of all ranks, and only in training."""
-        mean = args[3]
-        if mean is not None:
-            self._trained[facts.rank].setdefault(mean.numel(), here())
+        if args[3] is not None:
+            self._notes_training(facts, args[3].numel())
+
+    def _notes_training(self, facts: Facts, channels: int) -> None:
+        trained = self._trained[facts.rank]
+        if channels not in trained:
+            trained[channels] = here()
 
     def _normalizes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         _, weight, bias, mean, variance, is_training = args[:6]
@@ -73,8 +77,7 @@ class Averages(Lint):
         trained = self._trained[facts.rank]
         if is_training:
             if torch.is_grad_enabled():
-                if mean.numel() not in trained:
-                    trained[mean.numel()] = here()
+                self._notes_training(facts, mean.numel())
                 self._times[facts.rank, mean.numel()] += 1
             return
         # Functional code makes steps that nobody sees.

@@ -87,8 +87,11 @@ class MixedScales(Lint):
             scaled[own] = _Scaled(address_of(gradient), version_of(gradient), last.scale, last.place, before)
 
     def _unscales(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        scaled, inverse = self._scaled[facts.rank], number_of(args[2])
-        # By what the gradients are divided; 1 if it only looks for overflows, as for a fused optimizer.
+        scaled = self._scaled[facts.rank]
+        if not scaled:
+            return
+        inverse = number_of(args[2])
+        # By what the gradients are divided; by nothing if it only looks for overflows, as for a fused optimizer.
         now = 1 / inverse if inverse and inverse != 1 else None
         if not any(one.before is not None or _is_other(one.scale, now) for one in scaled.values()):
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -35,16 +35,14 @@ class ScaledPenalties(Follower):
 
     def __init__(self) -> None:
         self._pieces: dict[int, Pieces[Place]] = {}
-        self._places: dict[int, Place] = {}  # by rank: where the gradients of the last penalty were computed
         self._has_constant: set[int] = set()  # ranks
-        self._times: Counter[tuple[Place, float]] = Counter()
+        self._scales: dict[Place, list[float]] = defaultdict(list)  # of each call of `backward`
 
     @override
     def differentiated(self, facts: Facts, outputs: Sequence[Any], gradients: Sequence[Any]) -> None:
-        scale = facts.scale
-        if not any(isinstance(one, torch.Tensor) and is_scaled(one, scale) for one in outputs):
+        if not any(isinstance(one, torch.Tensor) and is_scaled(one, facts.scale) for one in outputs):
             return
-        place = self._places[facts.rank] = here()
+        place = here()
         pieces = self._pieces.setdefault(facts.rank, Pieces())
         for gradient in gradients:
             if isinstance(gradient, torch.Tensor):
@@ -52,7 +50,8 @@ class ScaledPenalties(Follower):
 
     @override
     def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        pieces, kind = self._pieces[facts.rank], func.overloadpacket
+        # An operator of a higher order, such as `torch.cond`, has no overloads.
+        pieces, kind = self._pieces[facts.rank], getattr(func, "overloadpacket", None)
         if kind not in _SCALING and kind not in _ADDING:
             pieces.follow(func, args, kwargs, result)
         elif any(pieces.find(one) is not None for one in tensors_in(args[:2])):
@@ -66,37 +65,31 @@ class ScaledPenalties(Follower):
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
-        pieces, place = self._pieces.get(facts.rank), self._places.get(facts.rank)
-        if pieces is not None and place is not None and facts.scale is not None and facts.rank in self._has_constant:
-            scaled = [loss for loss in losses if is_scaled(loss, facts.scale)]
-            if any(pieces.find(loss) is not None for loss in scaled):
-                self._times[place, facts.scale] += 1
+        pieces = self._pieces.get(facts.rank)
+        if pieces is not None and facts.scale is not None and facts.rank in self._has_constant:
+            places = [pieces.find(loss) for loss in losses if is_scaled(loss, facts.scale)]
+            for place in {one for one in places if one is not None}:
+                self._scales[place].append(facts.scale)
         self._forget(facts.rank)
 
     def _forget(self, rank: int) -> None:
         self._pieces.pop(rank, None)
-        self._places.pop(rank, None)
         self._has_constant.discard(rank)
 
     @override
     def findings(self) -> list[Finding | None]:
-        times: Counter[Place] = Counter()
-        scales: dict[Place, float] = {}
-        for (place, scale), count in self._times.items():
-            times[place] += count
-            scales.setdefault(place, scale)
         return [
             finding(
                 "gradient-still-scaled",
-                f"A loss is computed from gradients of a loss that a GradScaler has multiplied by {scales[place]:g} "
-                f"({place}), and nothing has divided them: the penalty is one of gradients {scales[place]:g} times as "
+                f"A loss is computed from gradients of a loss that a GradScaler has multiplied by {scales[0]:g} "
+                f"({place}), and nothing has divided them: the penalty is one of gradients {scales[0]:g} times as "
                 "large.",
                 "Divide them first, `gradients = [one / scaler.get_scale() for one in gradients]`, and compute the "
                 "penalty of the result.",
                 [place],
             )
-            for place, count in times.items()
-            if count >= _ENOUGH
+            for place, scales in self._scales.items()
+            if len(scales) >= _ENOUGH
         ]
 
 

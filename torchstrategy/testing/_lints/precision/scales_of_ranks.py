@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
@@ -27,6 +28,20 @@ class _Scaled(NamedTuple):
 
 
 @final
+@dataclass
+class _Meeting:
+    """A reduction to which ranks come with scaled gradients.
+
+    Attributes:
+        by_rank: What each has scaled them by.
+        is_of_gradients: Whether some rank knows that they are gradients.
+    """
+
+    by_rank: dict[int, _Scaled] = field(default_factory=dict)
+    is_of_gradients: bool = False
+
+
+@final
 class ScalesOfRanks(Lint):
     """Compares the scales of all ranks when they reduce gradients that are still scaled.
 
@@ -37,8 +52,7 @@ class ScalesOfRanks(Lint):
     def __init__(self) -> None:
         self._scaled: dict[int, _Scaled] = {}  # by rank
         self._going_back: set[int] = set()
-        self._meetings: dict[Hashable, dict[int, _Scaled]] = {}  # by rank
-        self._of_gradients: set[Hashable] = set()  # meetings
+        self._meetings: dict[Hashable, _Meeting] = {}
         self._found: dict[tuple[Place, Place], Finding | None] = {}
 
     @override
@@ -69,18 +83,17 @@ class ScalesOfRanks(Lint):
         factors = [facts.factor_at(address_of(one)) for one in told.gives]
         if any(factor not in (1, 1 / len(told.ranks)) for factor in factors):
             return  # the program may have divided by the scale itself
-        there = self._meetings.setdefault(told.key, {})
-        there[facts.rank] = mine
+        meeting = self._meetings.setdefault(told.key, _Meeting())
+        meeting.by_rank[facts.rank] = mine
         # In a rank that steps a part of the parameters alone, the gradients of others are not known as gradients.
         if facts.rank in self._going_back or any(_is_of_gradients(facts, one) for one in told.gives):
-            self._of_gradients.add(told.key)
-        other = next((rank for rank, one in there.items() if one.scale != mine.scale), None)
-        if other is not None and told.key in self._of_gradients:
-            theirs = there[other]
+            meeting.is_of_gradients = True
+        other = next((rank for rank, one in meeting.by_rank.items() if one.scale != mine.scale), None)
+        if other is not None and meeting.is_of_gradients:
+            theirs = meeting.by_rank[other]
             self._found.setdefault((theirs.place, mine.place), _finding({other: theirs, facts.rank: mine}))
-        if len(there) == len(told.ranks):
+        if len(meeting.by_rank) == len(told.ranks):
             del self._meetings[told.key]
-            self._of_gradients.discard(told.key)
 
     def _unscales(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         self._scaled.pop(facts.rank, None)

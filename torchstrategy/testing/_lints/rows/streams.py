@@ -132,9 +132,11 @@ def _common(stream: _Stream, other: _Stream) -> tuple[int, int] | None:
     count = min(len(stream.rows), len(other.rows))
     at = {row: position for position, row in enumerate(islice(other.rows, count))}
     moved = [abs(at[row] - position) for position, row in enumerate(islice(stream.rows, count)) if row in at]
+    if count < _FEWEST_ROWS or len(moved) <= count / 2:
+        return None
     # A rank that goes through all rows in an order of its own may do so on purpose: rows are moved by a third of all.
     has_one_order = sum(moved) < _MOST_MOVED * count * len(moved)
-    return (len(moved), count) if count >= _FEWEST_ROWS and len(moved) > count / 2 and has_one_order else None
+    return (len(moved), count) if has_one_order else None
 
 
 def _has_workers_alike(stream: _Stream) -> bool:

@@ -34,7 +34,8 @@ _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.
 _ENTRIES = ("__getitem__", "__getitems__", "__call__", "forward")  # what a worker calls, of data sets and transforms
 _NAMED = ("LOAD_ATTR", "LOAD_METHOD")
 _DEEPEST, _MOST, _MOST_OF_ALL = 4, 64, 2000  # how far from the data set, how many parts of a list, and of all
-_OF_THE_PROCESS = frozenset(map(id, (torch, np, random, os, torch.utils.data.get_worker_info)))
+# By their ids: a global of the program may refuse to be compared, as an array does.
+_OF_THE_PROCESS = frozenset(map(id, (torch, np, random, os, torch.utils.data.get_worker_info, int, range)))
 _SECONDS = 5.0  # that a row may take
 
 
@@ -108,7 +109,7 @@ def _may_seed(init: Any) -> bool:
         return True
     known = {**vars(builtins), **init.__globals__}
     asked_of = [known.get(str(one.argval)) for one in instructions if one.opname == "LOAD_GLOBAL"]
-    return not all(isinstance(one, (int, str)) or one in (int, range) or id(one) in _OF_THE_PROCESS for one in asked_of)
+    return not all(isinstance(one, (int, str)) or id(one) in _OF_THE_PROCESS for one in asked_of)
 
 
 def _is_wrong(seen: _Seen) -> bool:

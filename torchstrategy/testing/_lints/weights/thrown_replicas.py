@@ -24,10 +24,19 @@ from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint
 
 _ENOUGH = 2  # calls
-_MOST_CLASSES = 64  # whose sources are kept
+_MOST_CLASSES, _MOST_ANSWERS = 64, 1024  # whose sources are kept, and what was asked of them
 # With these a buffer keeps a part of what it was, and gets a sum.
 _ADDING = ("add_", "mul_", "div_")
 _AVERAGING = {"mean", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "norm"}
+_LOST = "With them goes what they write on themselves: {names}. It has its first value again in the next call."
+_WRITE = "Write it outside of the model, before the call; or `buffer.add_(1)` in place, which the first device keeps."
+_LOST_IN_PART = (
+    "Of what they add to {names}, the model keeps what the rows of the first device say; that of the others is lost."
+)
+_RETURN = (
+    "Return from `forward` what is added, and add it outside, where the results of all devices are together; or use "
+    "`DistributedDataParallel`, and reduce it."
+)
 State = dict[tuple[str, str], Any]
 """What replicas hold, by the name of the module in them and the name of the attribute."""
 
@@ -56,7 +65,8 @@ class ThrownReplicas(Lint):
         modules, other = dict(modules_in(replicas[0])), state_of(replicas[1])
         place = here()
         for (prefix, name), value in state_of(replicas[0]).items():
-            old, kind = before.get((prefix, name)), type(modules[prefix])
+            kind: type = type(modules[prefix])
+            old = before.get((prefix, name))
             lost = _Lost(kind.__name__, name, place)
             if old is not None and _is_other(value, old) and _counts_on(kind, name):
                 self._lost[lost] += 1
@@ -65,28 +75,8 @@ class ThrownReplicas(Lint):
 
     @override
     def findings(self) -> list[Finding | None]:
-        return [
-            finding(
-                "written-on-a-replica",
-                f"`nn.DataParallel` ({place}) runs replicas of the model, and throws them away after each call. With "
-                f"them goes what they write on themselves: {names}. It has its first value again in the next call.",
-                "Write it outside of the model, before the call; or `buffer.add_(1)` in place, which the first device "
-                "keeps.",
-                [place],
-            )
-            for place, names in _named(self._lost)
-        ] + [
-            finding(
-                "written-on-a-replica",
-                f"`nn.DataParallel` ({place}) runs replicas of the model, and throws them away after each call. Of "
-                f"what they add to {names}, the model keeps what the rows of the first device say; that of the others "
-                "is lost.",
-                "Return from `forward` what is added, and add it outside, where the results of all devices are "
-                "together; or use `DistributedDataParallel`, and reduce it.",
-                [place],
-            )
-            for place, names in _named(self._lost_in_part)
-        ]
+        lost = [_finding(place, names, _LOST, _WRITE) for place, names in _named(self._lost)]
+        return lost + [_finding(place, names, _LOST_IN_PART, _RETURN) for place, names in _named(self._lost_in_part)]
 
 
 def _named(counts: Counter[_Lost]) -> Iterator[tuple[Place, str]]:
@@ -97,6 +87,16 @@ def _named(counts: Counter[_Lost]) -> Iterator[tuple[Place, str]]:
             by_place.setdefault(lost.called_at, []).append(f"{lost.kind}.{lost.name}")
     for place, names in by_place.items():
         yield place, some(names)
+
+
+def _finding(place: Place, names: str, what: str, write: str) -> Finding | None:
+    return finding(
+        "written-on-a-replica",
+        f"`nn.DataParallel` ({place}) runs replicas of the model, and throws them away after each call. "
+        f"{what.format(names=names)}",
+        write,
+        [place],
+    )
 
 
 def state_of(replica: nn.Module) -> State:
@@ -114,33 +114,38 @@ def _counts_on(kind: type, name: str) -> bool:
     return "counts" in kinds and "sets" not in kinds
 
 
+@functools.lru_cache(_MOST_ANSWERS)
 def _adds_in_place(kind: type, name: str) -> bool:
     """Whether a class of modules adds sums to an attribute in place, and nowhere writes over what it was.
 
     A mean of the rows of one device is nearly that of all, and some programs take it, as batch norm does.
     """
-    calls = [one for one in _nodes_of(kind) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
-    on_it = [one for one in calls if _root_of(one.func, name)]
-    methods = {one.func.attr for one in on_it if isinstance(one.func, ast.Attribute)}
-    writes_over = any(name.endswith("_") and not name.startswith("_") for name in methods - set(_ADDING))
-    values = [part for one in on_it for part in one.args]
-    named = {part.id for value in values for part in ast.walk(value) if isinstance(part, ast.Name)}
-    for node in _nodes_of(kind):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        names = {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
-        if isinstance(node, ast.Assign) and names & named:
-            values.append(node.value)
-    asked = {part.attr for value in values for part in ast.walk(value) if isinstance(part, ast.Attribute)}
+    calls = [node for node in _nodes_of(kind) if isinstance(node, ast.Call) and _is_called_on(node.func, name)]
+    methods = {call.func.attr for call in calls if isinstance(call.func, ast.Attribute)}
+    writes_over = any(method.endswith("_") and not method.startswith("_") for method in methods - set(_ADDING))
+    added = _with_assigned(kind, [value for call in calls for value in call.args])
+    asked = {node.attr for value in added for node in ast.walk(value) if isinstance(node, ast.Attribute)}
     return "add_" in methods and "sum" in asked and not writes_over and not asked & _AVERAGING
 
 
-def _root_of(function: ast.AST, name: str) -> bool:
+def _is_called_on(function: ast.AST, name: str) -> bool:
     """Whether a method is called on `self.name`, or on what other methods of it return: `self.name.mul_(0.9)`."""
     while isinstance(function, ast.Attribute):
         if _is_own(function, name):
             return True
         function = function.value.func if isinstance(function.value, ast.Call) else function.value
     return False
+
+
+def _with_assigned(kind: type, values: list[ast.expr]) -> list[ast.expr]:
+    """Some expressions in the methods of a class, and what is assigned there to the variables in them."""
+    names = {name for value in values for name in _variables_in(value)}
+    assigned = [node for node in _nodes_of(kind) if isinstance(node, ast.Assign)]
+    return values + [node.value for node in assigned if any(names & _variables_in(target) for target in node.targets)]
+
+
+def _variables_in(expression: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
 
 
 @functools.lru_cache(_MOST_CLASSES)
